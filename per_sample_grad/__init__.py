@@ -6,20 +6,19 @@ without forming a gradient.
 """
 
 from per_sample_grad.engine.capturing import Capture, capture
-from per_sample_grad.engine.coverage_report import Coverage, ParameterCoverage, coverage
 from per_sample_grad.errors import CouplingError, CoverageError, PerSampleError, Refusal
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.forms import Dense, Lookup, Outer, Windows
-from per_sample_grad.factors.plan import Plan
 from per_sample_grad.factors.projection import Projection
 from per_sample_grad.functional import (
-    cross_gram,
+    Coverage,
+    ParameterCoverage,
+    coverage,
     per_sample_factors,
     per_sample_grad_dot,
     per_sample_grad_norms,
     per_sample_grads,
     per_sample_gram,
-    vectorized_grads,
     weighted_grad,
 )
 from per_sample_grad.layers.registry import Call, register_rule
@@ -38,14 +37,12 @@ __all__ = [
     "Outer",
     "ParameterCoverage",
     "PerSampleError",
-    "Plan",
     "PoolScores",
     "Projection",
     "Refusal",
     "Windows",
     "capture",
     "coverage",
-    "cross_gram",
     "per_sample_factors",
     "per_sample_grad_dot",
     "per_sample_grad_norms",
@@ -54,6 +51,5 @@ __all__ = [
     "register_rule",
     "score_pool",
     "token_cross_entropy",
-    "vectorized_grads",
     "weighted_grad",
 ]

@@ -1,21 +1,19 @@
-"""One call from a model and a batch to an answer.
+"""One call from a model and a batch to an answer, or to a report on how it is found.
 
-The functions take what `per_sample_factors` takes, and all but `vectorized_grads`
-compute the same factors. Those that give one answer compute it as the backward pass
-goes, in the memory of training.
+The functions take what `per_sample_factors` takes, and compute the same factors. Those
+that give one answer compute it as the backward pass goes, in the memory of training.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-import xla_replica
 from per_sample_grad.engine.capturing import Capture, capture
-from per_sample_grad.errors import PerSampleError
 from per_sample_grad.factors.factors import Factors, check_vectors
 
 LossFunction = Callable[..., torch.Tensor]
@@ -129,16 +127,6 @@ def weighted_grad(
     return {name: found[name] for name in recorded.params}
 
 
-def cross_gram(first: Factors, second: Factors) -> torch.Tensor:
-    """Returns ``⟨g_i, g'_j⟩`` of two batches of one model: ``(B, B')``.
-
-    Args:
-        first: The factors of the rows.
-        second: Those of the columns.
-    """
-    return first.cross_gram(second)
-
-
 def _recorded(
     model: nn.Module,
     loss_fn: LossFunction,
@@ -150,48 +138,87 @@ def _recorded(
     return recorded, losses
 
 
-def vectorized_grads(
-    loss_fn: LossFunction,
-    params: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
-    *batch: torch.Tensor,
-    randomness: str = "error",
-    chunk_size: int | None = None,
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Returns gradients and losses of a loss in the functional style of `torch.func`.
+@dataclasses.dataclass(frozen=True)
+class ParameterCoverage:
+    """What accounts for one parameter, and whether it is right.
 
-    Use it only where the loss is a function of parameters, and not of a module that is
-    called: nothing can be recorded of that. It is ``vmap(grad_and_value(loss_fn))`` and
-    forms every gradient. `per_sample_grads` is for modules, also on XLA.
+    Attributes:
+        uses: The calls that a rule accounts for, as ``"Linear 'head'"``.
+        problems: Uses that no rule accounts for, and why.
+        error: Relative difference from autograd's gradient of a randomly weighted sum
+            of the losses; NaN where that is not finite.
+        correct: Whether the error is no larger than rounding.
+    """
+
+    uses: tuple[str, ...]
+    problems: tuple[str, ...]
+    error: float
+    correct: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Coverage:
+    """The coverage of every selected parameter; `str` is a table for people.
+
+    Attributes:
+        parameters: What accounts for each parameter, by its name.
+    """
+
+    parameters: Mapping[str, ParameterCoverage]
+
+    @property
+    def complete(self) -> bool:
+        """Whether rules account for every use correctly: no fallback is needed."""
+        return all(p.correct and not p.problems for p in self.parameters.values())
+
+    def __str__(self) -> str:
+        width = max(len(name) for name in self.parameters)
+        lines = []
+        for name, found in self.parameters.items():
+            if found.problems:
+                state = "needs a fallback"
+            else:
+                state = "ok" if found.correct else "WRONG"
+            what = "; ".join((*found.uses, *found.problems)) or "not used by the losses"
+            lines.append(f"{name:<{width}}  {state}  (error {found.error:.1e})  {what}")
+        verdict = "complete" if self.complete else "NOT complete"
+        return "\n".join([*lines, f"coverage is {verdict}"])
+
+
+def coverage(
+    model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, ...], **options: Any
+) -> Coverage:
+    """Reports which rules `capture` will apply to a model, and whether they are right.
+
+    Raises no error where a capture would: the report names what is missing or wrong.
+    Reads back from the device once.
 
     Args:
-        loss_fn: ``loss_fn(params, buffers, *sample)`` returns one number; a sample has
-            no batch dimension.
-        params: Parameters by name.
-        buffers: Buffers by name; not changed.
-        *batch: Tensors ``(B, ...)``.
-        randomness: What random operations such as dropout do: ``"error"``,
-            ``"different"`` for each sample, or ``"same"``.
-        chunk_size: Samples at a time; None: all.
-
-    Returns:
-        Gradients ``(B, *shape)`` by name, and losses ``(B,)``.
+        model: As for `capture`.
+        loss_fn: ``loss_fn(model, *batch)`` gives the losses, ``(B,)``.
+        batch: Arguments of ``loss_fn``; a batch of the usual size, of ordinary data.
+        **options: Options of `capture`, except ``fallback`` and ``check``.
 
     Raises:
-        PerSampleError: Tensors are on XLA, where functional transforms of some
-            operations silently return zeros.
+        CouplingError: The model has a BatchNorm that uses the batch's statistics.
+        PerSampleError: The device's autograd is wrong for an operation.
+        ValueError: ``loss_fn`` does not give one loss per sample, or there is none.
     """
-    for name, tensor in (*params.items(), *enumerate(batch)):
-        if xla_replica.traits(tensor).is_lazy:
-            raise PerSampleError(
-                f"vectorized_grads: {name} is on {tensor.device}, where functional "
-                "transforms return zeros for some operations (kl_div, std, selu, ...); "
-                "use per_sample_grads, which runs there"
+    with capture(model, fallback="loop", check="always", **options) as recorded:
+        losses = loss_fn(model, *batch)
+    if not len(losses):
+        raise ValueError("coverage: the batch has no samples; give one that has some")
+    found = recorded._run(losses, lambda _: None, reported=True)
+    assert found.compared is not None
+    errors, tolerance = found.compared.errors, found.compared.tolerance
+    return Coverage(
+        {
+            name: ParameterCoverage(
+                uses=tuple(str(m) for m in found.modules if name in m.params.values()),
+                problems=tuple(found.problems.get(name, ())),
+                error=errors[name],
+                correct=errors[name] <= tolerance,
             )
-    transformed = torch.func.vmap(
-        torch.func.grad_and_value(loss_fn),
-        in_dims=(None, None, *(0 for _ in batch)),
-        randomness=randomness,
-        chunk_size=chunk_size,
+            for name in recorded.params
+        }
     )
-    return transformed(dict(params), dict(buffers), *batch)

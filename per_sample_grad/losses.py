@@ -18,7 +18,6 @@ def token_cross_entropy(
     *,
     reduction: Reduction = "mean",
     ignore_index: int = -100,
-    weight: torch.Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Returns the cross-entropy of every sample over its own tokens.
@@ -31,7 +30,6 @@ def token_cross_entropy(
             does. The mean is each sample's own and not the batch's, whose denominator
             would make samples depend on each other.
         ignore_index: The target that does not count.
-        weight: ``(C,)``, one weight for each class; a mean divides by their sum.
         label_smoothing: As in `torch.nn.functional.cross_entropy`.
 
     Returns:
@@ -53,7 +51,6 @@ def token_cross_entropy(
     flat = F.cross_entropy(
         logits.flatten(0, -2),
         targets.flatten(),
-        weight=weight,
         reduction="none",
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
@@ -61,9 +58,5 @@ def token_cross_entropy(
     losses = flat.reshape(len(targets), -1).sum(1)
     if reduction == "sum":
         return losses
-    ignored = targets == ignore_index
-    counts = (~ignored).to(losses.dtype)
-    if weight is not None:
-        counts = counts * weight.to(losses.dtype).take(targets.masked_fill(ignored, 0))
-    total = counts.reshape(len(targets), -1).sum(1)
-    return losses / total.masked_fill(total <= 0, 1)
+    counted = (targets != ignore_index).reshape(len(targets), -1).sum(1)
+    return losses / counted.clamp(min=1)

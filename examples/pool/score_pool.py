@@ -109,12 +109,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--score",
-        choices=["grad_norm", "last_layer_grad_norm", "egl", "el2n", "loss"],
+        choices=["grad_norm", "egl", "el2n", "loss"],
         default="grad_norm",
-        help="what score_pool gives every sample: the norm of its gradient in the "
-        "whole model or in the last layer, the same expected over the model's own "
-        "labels (egl), the error of its probabilities (el2n), its loss (default "
-        "grad_norm)",
+        help="what score_pool gives every sample: the norm of its gradient, the same "
+        "expected over the model's own labels (egl), the error of its probabilities "
+        "(el2n), its loss (default grad_norm)",
     )
     parser.add_argument(
         "--folder",

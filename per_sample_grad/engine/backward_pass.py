@@ -109,16 +109,8 @@ class BackwardPass:
         # What waits for the end, one by one: the same programs as in a pass at once.
         self._waiting: list[Factors] = []
 
-    def run(self, table: Table | None) -> None:
-        """Runs the pass; empties its calls, so that each can be freed when applied.
-
-        Without a table the batch is empty, and answers have the shape ``(0, ...)``.
-        """
-        if table is None:
-            if self.accumulate is not None:
-                xla_replica.backward(self._total(), retain_graph=self.retain_graph)
-            self.receive(self.factors_of({name: [] for name in self._params}))
-            return
+    def run(self, table: Table) -> None:
+        """Runs the pass; empties its calls, so that each can be freed when applied."""
         self._begin(table)
         if self._calls or self.accumulate is not None:
             self._apply_rules(table.nodes)
@@ -131,7 +123,7 @@ class BackwardPass:
             self._conclude(self._comparer, table)
         self._refuse_changes([*self._versions])
         for factors in self._waiting:
-            factors.refuse_changes(_EDITED.format(", ".join(factors.shapes)))
+            factors.refuse_changes(_EDITED, ", ".join(factors.shapes))
             self.receive(factors)
 
     def _begin(self, table: Table) -> None:
@@ -153,9 +145,8 @@ class BackwardPass:
             self.waits |= self._traits.is_lazy
             self._may_read |= not self._traits.is_lazy
         # Temporaries are in float32.
-        share = (
-            4 * sum([call.shape.numel() for call in calls]) // plan.SHARE_OF_RECORDED
-        )
+        recorded = sum([4 * call.shape.numel() for call in calls])
+        share = recorded // plan.SHARE_OF_RECORDED
         is_host = self._traits.is_host
         least = plan.SMALLEST_BUDGET_ON_HOST if is_host else plan.SMALLEST_BUDGET
         self._budget = settings.budget or min(plan.LARGEST_BUDGET, max(least, share))
@@ -203,7 +194,7 @@ class BackwardPass:
     def _new_comparer(self, table: Table) -> Comparer | None:
         """Returns a comparer; None if nothing has to be compared in this capture."""
         check, proof, settings = self.settings.check, table.proof, self.settings
-        if check == "never":
+        if check == "never" or not len(self.losses):
             return None
         # Where data decide which samples meet, a proof says nothing about other data.
         # Calls that a fallback replaces may be anywhere.
@@ -251,7 +242,7 @@ class BackwardPass:
         def come_by(number: int, gradients: Sequence[torch.Tensor | None]) -> None:
             gradient = gradients[edges[number].output_nr]
             if late[number] and gradient is not None:
-                versions = forms.Versions([forms.Dense(gradient)])
+                versions = forms.Versions([gradient])
                 kept.append((number, gradient, versions))
             else:
                 self._apply(number, gradient)
@@ -272,7 +263,7 @@ class BackwardPass:
                 # This version of torch does not tell that hooks keep what was saved.
                 raise PerSampleError(_CHECKPOINTED) from error
         for number, gradient, versions in kept:
-            versions.refuse_changes(_EDITED.format("an operation"))
+            versions.refuse_changes(_EDITED, "an operation")
             self._apply(number, gradient)
         for number, each in zip(asked, found):
             self._apply(number, each)
@@ -312,7 +303,7 @@ class BackwardPass:
                 number = self._num_small + values.numel()
                 if values.numel() <= JOINED and number <= 8 * JOINED:
                     self._num_small, self._small[name] = number, uses
-                    self._versions[name] = [forms.Versions(uses)]
+                    self._versions[name] = [forms.Versions((), uses)]
                     return True
         return False
 
@@ -320,7 +311,7 @@ class BackwardPass:
         """Raises PerSampleError if what waited for others was changed in place."""
         for name in names:
             for versions in self._versions.pop(name, []):
-                versions.refuse_changes(_EDITED.format(name))
+                versions.refuse_changes(_EDITED, name)
 
     def _add_contributions(self, call: RecordedCall, gradient: torch.Tensor) -> None:
         """Adds what a call's rule returns to the contributions of its parameters."""
@@ -349,7 +340,7 @@ class BackwardPass:
                 uses = [forms.regroup(use, count) for use in uses]
             self._parts.setdefault(name, []).extend(uses)
             if self._num_missing[name] > 1:  # they wait for those of other calls
-                self._versions.setdefault(name, []).append(forms.Versions(uses))
+                self._versions.setdefault(name, []).append(forms.Versions((), uses))
 
     def _with_rows(self, call: RecordedCall, gradient: torch.Tensor) -> torch.Tensor:
         """Returns a gradient batch first; raises Refusal if rows are not samples'."""

@@ -10,19 +10,11 @@ import torch
 from torch import nn
 
 import xla_replica
+from per_sample_grad.engine import settings
 from per_sample_grad.engine.backward_pass import BackwardPass
 from per_sample_grad.engine.comparison import Comparison
 from per_sample_grad.engine.recording import Recorder
-from per_sample_grad.engine.settings import (
-    Accumulate,
-    Check,
-    Fallback,
-    Selection,
-    Settings,
-    refuse_hooked,
-    selected,
-)
-from per_sample_grad.engine.walk import walk
+from per_sample_grad.engine.walk import NOTHING, walk
 from per_sample_grad.errors import PerSampleError
 from per_sample_grad.factors.factors import Factors, check_projected
 from per_sample_grad.factors.forms import Contribution
@@ -40,7 +32,7 @@ class PassOptions(TypedDict, total=False):
     """What every backward pass of a `Capture` may be told, for type checkers."""
 
     retain_graph: bool
-    accumulate: Accumulate | None
+    accumulate: settings.Accumulate | None
 
 
 class Capture:
@@ -99,18 +91,18 @@ class Capture:
     def __init__(
         self,
         model: nn.Module,
-        params: Selection = None,
+        params: settings.Selection = None,
         *,
         batch_dim: int | Mapping[str, int | None] = 0,
-        fallback: Fallback = "error",
-        check: Check = "first",
+        fallback: settings.Fallback = "error",
+        check: settings.Check = "first",
         method: Method = "auto",
         budget: int | None = None,
         scale: float = 1.0,
     ) -> None:
         self.model = model
-        self.params = selected(model, params)
-        self._settings = Settings(
+        self.params = settings.selected(model, params)
+        self._settings = settings.Settings(
             model, self.params, batch_dim, fallback, check, method, budget, scale
         )
         self._comparison: Comparison | None = None
@@ -229,10 +221,10 @@ class Capture:
         later: list[Factors] = []
 
         def form(factors: Factors) -> dict[str, torch.Tensor]:
-            if factors.compression > 1:
-                later.append(factors)
-                return {}
-            return factors.materialize()
+            if not factors.are_smaller:
+                return factors.materialize()
+            later.append(factors)
+            return {}
 
         found = self.stream(losses, form, **how)
         while later:
@@ -277,10 +269,10 @@ class Capture:
             )
         if self._others:
             known = {id(param): name for name, param in self.model.named_parameters()}
-            outside = "a tensor outside of the model"
-            names = sorted(known.get(id(each), outside) for each in self._others)
+            other = "a tensor outside of the model"
+            found = sorted([known.get(id(each), other) for each in self._others])
             raise PerSampleError(
-                f"add_gradients: {', '.join(names[:5])} would get no gradient: select "
+                f"add_gradients: {', '.join(found[:5])} would get no gradient: select "
                 "all parameters (params=), or pass accumulate="
             )
         self._others = None
@@ -372,16 +364,18 @@ class Capture:
                 "ask the factors it returned, or record the forward pass again with "
                 "another capture"
             )
-        refuse_hooked(self.params)
+        settings.refuse_hooked(self.params)
         backward_pass = BackwardPass(self._settings, losses, receive, **options)
-        found = walk(self._settings, losses, self._recorder) if len(losses) else None
+        found = NOTHING
+        if len(losses):
+            found = walk(self._settings, losses, self._recorder)
         self._recorder.stop(forget=True)
         self._answered = True
         backward_pass.run(found)
         self._comparison = backward_pass.compared
-        self.unused = frozenset(backward_pass.unused)
+        self.unused = frozenset(backward_pass.unused if len(losses) else ())
         if backward_pass.accumulate is None:
-            self._others = [] if found is None else found.others
+            self._others = found.others
         return backward_pass
 
 

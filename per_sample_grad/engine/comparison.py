@@ -245,10 +245,7 @@ class Comparer:
         on_host = xla_replica.traits(self.losses).is_host
         if 1e-4 < tolerance < _ACCELERATOR_TOLERANCE and not on_host:
             tolerance = _ACCELERATOR_TOLERANCE
-        plain, scaled = (
-            torch.where(torch.isfinite(rounding), rounding, 0.0) / tolerance
-            for rounding in roundings
-        )
+        plain, scaled = (each.nan_to_num(0, 0, 0) / tolerance for each in roundings)
         allowed = torch.maximum(plain, scaled.clamp(max=_LARGEST_NOISE * total_norm))
         # A gradient may be rounding errors alone, as that of a constant added to the
         # logits of a softmax: these are as large as the whole gradient explains.

@@ -13,11 +13,11 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from per_sample_grad.engine.settings import Settings
-from per_sample_grad.errors import CoverageError, PerSampleError
+from per_sample_grad.errors import CoverageError
+from per_sample_grad.factors.forms import Versions
 from per_sample_grad.layers import normalisation, registry
 from per_sample_grad.layers.registry import Call, Rule, rule_of
-from per_sample_grad.operations import nodes, wrong_operations
-from per_sample_grad.operations.layouts import by_shape
+from per_sample_grad.operations import nodes
 from xla_replica.common.trees import map_tensors, tensors_in
 
 _ORDINARY = frozenset((torch.Tensor, nn.Parameter))
@@ -33,7 +33,6 @@ class RecordedModule:
         rule: Its layer rule; None: it has none.
         params: Its selected parameters, from names in it to those in the model.
         names: Those in the model, each once.
-        is_operation: It stands for one operation that happens in the module.
         places: Where it holds them: a module's parameters, the key, and the parameter.
         reads: The tensors of the module that its rule reads.
     """
@@ -43,7 +42,6 @@ class RecordedModule:
     rule: Rule | None
     params: Mapping[str, str]
     names: tuple[str, ...]
-    is_operation: bool = False
     places: tuple[tuple[Mapping[str, Any], str, nn.Parameter], ...] = ()
     reads: Sequence[torch.Tensor] = ()
 
@@ -60,7 +58,7 @@ class RecordedCall(NamedTuple):
         output: Where the gradient of its output arrives.
         shape: The shape of its output.
         inputs: Its inputs that have a graph.
-        versions: How often each tensor that its rule reads had been changed in place.
+        versions: Those of the tensors that its rule reads.
         has_batch: Whether its output may have rows for samples.
         is_late: Whether its rule runs a node of the graph, which it can when the
             backward pass is over.
@@ -71,7 +69,7 @@ class RecordedCall(NamedTuple):
     output: GradientEdge
     shape: torch.Size
     inputs: tuple[GradientEdge, ...] = ()
-    versions: tuple[int, ...] = ()
+    versions: Versions = Versions(())
     has_batch: bool = True
     is_late: bool = False
 
@@ -87,11 +85,6 @@ class RecordedCall(NamedTuple):
         """The tensors among its arguments."""
         return tensors_in((self.call.args, self.call.kwargs))
 
-    def has_rows(self, num_samples: int) -> bool:
-        """Returns whether its output has the same number of rows for each sample."""
-        rows = by_shape(self.shape, self.call.batch_dim, num_samples)
-        return self.has_batch and rows is not None
-
     def why_no_rows(self, num_samples: int) -> str:
         """Returns why its output does not count as having rows for samples."""
         dim, shape = self.call.batch_dim, tuple(self.shape)
@@ -102,24 +95,12 @@ class RecordedCall(NamedTuple):
             "all samples), or give it a row for each sample"
         )
 
-    def refuse_changes(self) -> None:
-        """Raises PerSampleError if its rule would read what was changed in place."""
-        tensors = (*self.given, *self.owner.reads)
-        if self.versions != tuple([tensor._version for tensor in tensors]):
-            raise PerSampleError(
-                f"an input of {self.owner}, or a tensor of it that its rule reads, was "
-                "changed in place after the module had used it: use an operation that "
-                "is not in place, or change weights after the backward pass"
-            )
-
 
 class Recorder:
     """Hooks on the modules of a model that have selected parameters.
 
     Attributes:
         calls: Those of modules that have a rule, in order.
-        called: Whether any module with a selected parameter, or with others in it, was
-            called.
         unrecorded: Parameters of modules that were called while gradients were off.
         saved_by_hooks: Whether hooks keep what operations save, as those of
             checkpoints do, so that it must not be read twice.
@@ -127,7 +108,7 @@ class Recorder:
 
     def __init__(self, settings: Settings) -> None:
         self.calls: list[RecordedCall] = []
-        self.called = self.saved_by_hooks = False
+        self.saved_by_hooks = False
         self.unrecorded: set[str] = set()
         self._settings = settings
         self._placed = contextlib.ExitStack()
@@ -179,22 +160,10 @@ class Recorder:
                 places=(*places.values(),), reads=reads,
             )  # fmt: skip
             hooks.append(functools.partial(self._record, owner))
-        elif module._modules:  # which may use parameters of those in it
-            hooks.append(functools.partial(self._note, ()))
         # The output is replaced before the call is recorded.
-        kinds = normalisation.NORMALISING
-        if isinstance(module, kinds) or type(module) in wrong_operations.WRONG:
-            hooks.append(wrong_operations.right_output)
+        if isinstance(module, normalisation.NORMALISING):
+            hooks.append(normalisation.right_output)
         return hooks
-
-    def _note(self, names: Sequence[str], *_: Any) -> None:
-        """Notes under which circumstances a module with these parameters is called."""
-        self.called = True
-        if names and not torch.compiler.is_compiling():
-            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            self.saved_by_hooks |= hooks is not None
-        if not torch.is_grad_enabled():
-            self.unrecorded.update(names)
 
     def _record(
         self,
@@ -205,11 +174,15 @@ class Recorder:
         out: Any,
     ) -> None:
         """Records a call of a module, by its first output."""
-        self._note(owner.names)
-        output = out[0] if isinstance(out, (tuple, list)) else out
-        if owner.rule is None or not torch.is_grad_enabled():
+        if not torch.compiler.is_compiling():
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            self.saved_by_hooks |= hooks is not None
+        if not torch.is_grad_enabled():
+            self.unrecorded.update(owner.names)
             return
-        if not isinstance(output, torch.Tensor) or not output.requires_grad:
+        output = out[0] if isinstance(out, (tuple, list)) else out
+        is_recorded = owner.rule is not None and isinstance(output, torch.Tensor)
+        if not is_recorded or not output.requires_grad:
             return
         tensors = tensors_in((args, kwargs))
         _refuse_traced(owner.name, [output, *tensors])
@@ -229,7 +202,7 @@ class Recorder:
             nodes.output_edge(output),
             output.shape,
             tuple([get_gradient_edge(each) for each in tensors if each.requires_grad]),
-            tuple([tensor._version for tensor in (*tensors, *owner.reads)]),
+            Versions((*tensors, *owner.reads)),
             dim is not None,
         )
         self.calls.append(call)

@@ -13,7 +13,6 @@ from per_sample_grad.errors import PerSampleError
 from per_sample_grad.factors.plan import METHODS, Method
 from xla_replica import AccumulationHook, refuse_sharded
 from xla_replica.common.arguments import check_choice, check_integer, check_number
-from xla_replica.common.names import unwrapped
 
 Selection = Collection[str] | Callable[[str, nn.Parameter], bool] | None
 Fallback = Literal["error", "loop"]
@@ -95,14 +94,9 @@ def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
         trainable = {name for name, param in every.items() if param.requires_grad}
         wrong = sorted(set(params) - trainable)
         if wrong:
-            wrapped = {unwrapped(name) for name in trainable}
-            named = {unwrapped(name) for name in wrong}
-            remedy = ": of a wrapper, such as DDP or torch.compile(model), and of the "
-            remedy += "model in it, take the names and the model from one of the two"
             raise ValueError(
                 f"params: {listed(wrong)} are not trainable parameters of the "
                 f"model; allowed are {listed([*trained]) or 'none'}"
-                f"{remedy if named <= wrapped else ''}"
             )
         asked = {id(every[name]) for name in params}
         chosen = {name: param for name, param in trained.items() if id(param) in asked}

@@ -23,7 +23,6 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
@@ -37,8 +36,6 @@ from per_sample_grad.operations.contributions import ContributionRule
 from per_sample_grad.operations.layouts import Rows, by_shape
 from per_sample_grad.operations.table import layout_of, operation_of
 
-# A node that runs another graph inside, in which parameters would not be seen.
-_OPAQUE = "CheckpointFunctionBackward"
 # Nodes that depend on more than their inputs in the graph.
 _BY_DATA = (
     "EmbeddingBackward0", "IndexBackward0", "IndexSelectBackward0", "GatherBackward0",
@@ -50,6 +47,11 @@ _MOVES = (
 )  # fmt: skip
 # Nodes that take one sample out of all.
 _TAKE = ("UnbindBackward0", "SelectBackward0")
+_CHANGED = (
+    "an input of {}, or a tensor of it that its rule reads, was changed in place after "
+    "the module had used it: use an operation that is not in place, or change weights "
+    "after the backward pass"
+)
 _KEPT_BY_HOOKS = "what its operation has saved is kept by hooks"
 
 
@@ -76,6 +78,10 @@ class Table(NamedTuple):
     astray: Collection[str]
     is_structural: bool
     others: list[torch.Tensor]
+
+
+# What accounts for the gradients of no samples.
+NOTHING = Table([], [], {}, None, None, (), False, [])
 
 
 def walk(settings: Settings, losses: torch.Tensor, recorder: Recorder) -> Table:
@@ -120,7 +126,7 @@ def walk(settings: Settings, losses: torch.Tensor, recorder: Recorder) -> Table:
         calls += by_operations
         astray = frozenset(found.astray if len(losses) > 1 else ())
     for call in calls:
-        call.refuse_changes()
+        call.versions.refuse_changes(_CHANGED, call.owner)
     leaves = [getattr(node, "variable", None) for node in passed]
     others = [x for x in leaves if x is not None and id(x) not in settings.names]
     compared = key, proof, astray, is_structural
@@ -211,10 +217,10 @@ class _Walk:
     @functools.cached_property
     def _same(self) -> Collection[Node]:
         """Nodes inside of calls that are said to return the same for all samples."""
-        said = [each for each in self._constant if not each.has_batch]
         inside = [
             nodes.backward_nodes(each.output.node, [edge.node for edge in each.inputs])
-            for each in said
+            for each in self._constant
+            if not each.has_batch
         ]
         return set().union(*inside)
 
@@ -224,8 +230,10 @@ class _Walk:
         Known are integers, such as the ids of positions, what has a graph, which is
         looked at later, and what the model owns.
         """
-        if not recorded.has_batch or recorded.has_rows(self._num_samples):
-            return not recorded.has_batch
+        if not recorded.has_batch:
+            return True
+        if self._guess(recorded.shape, recorded.call.batch_dim) is not None:
+            return False
         given = [each for each in recorded.given if each.is_floating_point()]
         unknown = [each for each in given if each not in self._known]
         return len(unknown) <= len(recorded.inputs)
@@ -262,23 +270,6 @@ class _Walk:
                 if known not in seen:
                     seen.add(known)
                     stack.append(place)
-        if not self.recorder.called:
-            names = sorted(set().union(*self._below.values()))
-            self.problems = dict.fromkeys(names, self._why_uncalled())
-            self._uses.clear()
-
-    def _why_uncalled(self) -> str:
-        """Returns the likely cause where no module's hook has run."""
-        if any(each.name() == "CompiledFunctionBackward" for each in self.passed):
-            return (
-                "what torch.compile has compiled calls no hooks: call the model in the "
-                "capture, not a compiled function (capture(compiled) runs the compiled "
-                "module as it was written)"
-            )
-        return (
-            "no module was called inside the capture: was the forward pass run before "
-            "it?"
-        )
 
     def _step(self, place: _Place) -> list[_Place]:
         """Returns what a place depends on, except for what is accounted for there."""
@@ -302,7 +293,8 @@ class _Walk:
             place = place._replace(inside=(ends, call.owner.names))
         elif is_outside and isinstance(node, BackwardCFunction):
             self._custom = node.name()
-            if self._custom == _OPAQUE:
+            # That runs another graph inside, in which parameters would not be seen.
+            if self._custom == "CheckpointFunctionBackward":
                 raise CoverageError(
                     "torch.utils.checkpoint with use_reentrant=True hides parameters "
                     "from the graph: pass use_reentrant=False"
@@ -472,10 +464,10 @@ class _Walk:
             module = model.get_submodule(owner)
             kind = node.name().removesuffix("Backward0")
             kind = f"{kind} in {type(module).__name__}"
+            by_name = {name: name for name in names}
             recorded = RecordedModule(
-                owner, kind, contributions.by_operation, {n: n for n in names}, names,
-                is_operation=True,
-            )  # fmt: skip
+                owner, kind, contributions.by_operation, by_name, names
+            )
             own = {slot: {n: params[n] for n in each} for slot, each in slots.items()}
             call = contributions.OperationCall(
                 module, (), {}, rows.axis, node, rule, rows, own, self._num_samples
@@ -486,31 +478,18 @@ class _Walk:
 
     def explained_problems(self) -> dict[str, str]:
         """Returns why parameters have uses that nothing accounts for, by name."""
-        # Of calls that certainly return the same for all samples nothing more can be
-        # said than where that meets samples.
-        of_calls = {
-            name: f"{call.owner}: {call.why_no_rows(self._num_samples)}"
-            for call in self._constant
-            if call.has_batch and call.shape[:1] != (1,)
-            for name in call.owner.names
-        }
-        return {
-            name: "a use outside any module with a rule ("
-            f"{_why_outside(self.settings.model, name)}; "
-            f"{of_calls.get(name, why)})"
-            for name, why in self.problems.items()
-        }
+        found = {}
+        for name, why in self.problems.items():
+            owner = name.rpartition(".")[0]
+            module = self.settings.model.get_submodule(owner)
+            kind = type(module).__name__
+            other = f"{kind} {owner!r} has a rule, but this use is not its own call"
+            no_rule = why_no_rule(module) or other
+            found[name] = f"a use outside any module with a rule ({no_rule}; {why})"
+        return found
 
 
 def _mixes(node: Node) -> str:
+    if node.name() == "CompiledFunctionBackward":
+        return "call the model in the capture, not a compiled function"
     return f"{node.name()} mixes it with samples, and has no rule"
-
-
-def _why_outside(model: nn.Module, name: str) -> str:
-    """Returns why no recorded call accounts for a use of this parameter."""
-    owner = name.rpartition(".")[0]
-    module = model.get_submodule(owner)
-    return why_no_rule(module) or (
-        f"{type(module).__name__} {owner!r} has a rule, but this use is not its own "
-        "call"
-    )

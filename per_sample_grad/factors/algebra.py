@@ -145,10 +145,8 @@ def materialized_squared_norms(
     contributions: Sequence[Contribution], shape: Sequence[int], samples: int
 ) -> torch.Tensor:
     """Returns ``‖g_n‖²`` from gradients: of some samples at a time."""
-    found = []
-    for interval in forms.chunks(forms.num_rows(contributions[0]), samples):
-        found.append(squares(_formed(contributions, shape, *interval)))
-    return torch.cat(found)
+    intervals = forms.chunks(forms.num_rows(contributions[0]), samples)
+    return torch.cat([squares(_formed(contributions, shape, *i)) for i in intervals])
 
 
 def materialized_gram(
@@ -183,14 +181,12 @@ def gradients(
     total = forms.num_rows(contributions[0])
     if samples >= total:
         return _formed(contributions, shape, 0, total)
-    found: torch.Tensor | None = None
+    # Written into place: pieces that are joined later take the memory twice.
+    factors = [forms.float_factor(use) for use in contributions]
+    dtype = forms.accumulation_dtype(*[each.dtype for each in factors])
+    found = factors[0].new_empty(total, *shape, dtype=dtype)
     for start, stop in forms.chunks(total, samples):
-        block = _formed(contributions, shape, start, stop)
-        if found is None:
-            found = block.new_empty(total, *shape)
-        # Written into place: pieces that are joined later take the memory twice.
-        found[start:stop] = block
-    assert found is not None
+        found[start:stop] = _formed(contributions, shape, start, stop)
     return found
 
 

@@ -13,9 +13,8 @@ import torch
 from per_sample_grad.factors import algebra, forms
 from per_sample_grad.factors import plan as planning
 from per_sample_grad.factors.forms import Contribution, Dense, Outer
-from per_sample_grad.factors.plan import Choice, Method, Plan, Quantity
+from per_sample_grad.factors.plan import Choice, Method, Quantity
 from per_sample_grad.factors.projection import Projection
-from xla_replica.common.arguments import check_choice
 
 # Gradients of at most so many numbers are joined before they are squared: a small
 # operation takes longer than its numbers do.
@@ -66,7 +65,7 @@ class Factors:
     def __post_init__(self) -> None:
         self._squares_and_terms: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._uses = [use for uses in self.merged.values() for use in uses]
-        self.refuse_changes = forms.Versions(self._uses).refuse_changes
+        self.refuse_changes = forms.Versions((), self._uses).refuse_changes
 
     def _precision(
         self, *others: Factors, products: bool = True
@@ -101,18 +100,11 @@ class Factors:
             return [forms.multiplied(u, self.multiplier) for u in self.merged[name]]
 
     @property
-    def compression(self) -> float:
-        """How many times fewer numbers the factors hold than `materialize` returns."""
-        gradients = len(self) * sum(map(math.prod, self.shapes.values()))
-        tensors = [each for u in self._uses for each in forms.tensors_of(u).values()]
-        return gradients / max(1, sum(tensor.numel() for tensor in tensors))
-
-    def plan(self, quantity: Quantity, other: Factors | None = None) -> Plan:
-        """Returns how ``"norms"`` or ``"gram"`` will be computed, for printing."""
-        check_choice("plan: quantity", quantity, planning.QUANTITIES)
-        other = self if other is None else other
-        choices = {name: self._choice(quantity, name, other) for name in self.shapes}
-        return Plan(quantity, choices)
+    def are_smaller(self) -> bool:
+        """Whether the factors hold fewer numbers than `materialize` returns."""
+        held = [each for u in self._uses for each in forms.tensors_of(u).values()]
+        sizes = map(math.prod, self.shapes.values())
+        return sum(each.numel() for each in held) < len(self) * sum(sizes)
 
     def norms(self, *, squared: bool = False) -> torch.Tensor:
         """Returns ``‖g_i‖`` over all parameters, ``(B,)``, never negative."""
@@ -333,17 +325,16 @@ def check_vectors(
     differing = sorted(set(vectors) ^ set(shapes))
     if differing:
         raise ValueError(f"dot: {', '.join(differing)} must be both given and captured")
-    single = all(vectors[name].shape == shape for name, shape in shapes.items())
-    counts = {tuple(vector.shape[:1]) for vector in vectors.values()}
-    many = len(counts) == 1 and () not in counts
-    many &= all(vectors[name].shape[1:] == shape for name, shape in shapes.items())
-    if not single and not many:
+    many = all(vectors[name].dim() > len(shape) for name, shape in shapes.items())
+    counts = {vectors[name].shape[:many] for name in shapes}
+    fits = all(vectors[name].shape[many:] == shape for name, shape in shapes.items())
+    if not fits or len(counts) > 1:
         raise ValueError(
             "dot: vectors must have the parameters' shapes, or all of them one "
             "dimension of K in front; received "
             f"{ {name: tuple(v.shape) for name, v in vectors.items()} }"
         )
-    return not single
+    return many
 
 
 def check_projected(

@@ -220,21 +220,23 @@ def tensors_of(contribution: Contribution) -> dict[str, torch.Tensor]:
 
 
 class Versions:
-    """How often the tensors of contributions had been changed in place by now.
+    """How often tensors, and those of contributions, had been changed in place by now.
 
     Contributions may hold the caller's own tensors, such as a model's input, and
     gradients that are on their way through a backward pass.
     """
 
-    def __init__(self, uses: Iterable[Contribution]) -> None:
+    def __init__(
+        self, tensors: Iterable[torch.Tensor], uses: Iterable[Contribution] = ()
+    ) -> None:
         values = [value for use in uses for value in vars(use).values()]
-        tensors = [each for each in values if isinstance(each, torch.Tensor)]
-        self._seen = [(each, each._version) for each in tensors]
+        held = [each for each in values if isinstance(each, torch.Tensor)]
+        self._seen = [(each, each._version) for each in (*tensors, *held)]
 
-    def refuse_changes(self, text: str) -> None:
-        """Raises PerSampleError with this text if any was changed since."""
+    def refuse_changes(self, text: str, of: object = "") -> None:
+        """Raises PerSampleError if any was changed since, with ``text.format(of)``."""
         if any(tensor._version != version for tensor, version in self._seen):
-            raise PerSampleError(text)
+            raise PerSampleError(text.format(of))
 
 
 def regroup(contribution: Contribution, num_samples: int) -> Contribution:

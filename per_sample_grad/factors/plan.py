@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -45,58 +45,22 @@ PASSES, PASSES_OF_TABLES = 2, 5
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How one parameter's share of a quantity is computed.
+    """How one parameter's share of ``"norms"`` or ``"gram"`` is computed.
 
     Attributes:
         form: ``"dense"``, ``"factored"`` or ``"materialized"``.
         samples: How many samples are computed at a time.
         columns: How many columns of the gradient, seen as a matrix, are computed at a
             time; all of them if factored.
-        num_chunks: How many times something is computed.
-        flops: Floating-point operations: 2 for a multiplication and an addition.
-        cost: What decides between forms: flops, and `FLOPS_PER_ELEMENT` for every
-            number of a temporary that is read or written.
-        bytes: The size of all temporaries that exist at once.
+        cost: What decides between forms: floating-point operations (2 for a
+            multiplication and an addition), and `FLOPS_PER_ELEMENT` for every number of
+            a temporary that is read or written.
     """
 
     form: Literal["dense", "factored", "materialized"]
     samples: int
     columns: int
-    num_chunks: int
-    flops: int
     cost: int
-    bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The choices for one quantity; `str` shows them as a table.
-
-    Attributes:
-        quantity: What is computed, such as ``"norms"`` or ``"gram"``.
-        choices: The form of every parameter's share, by its name.
-    """
-
-    quantity: Quantity
-    choices: Mapping[str, Choice]
-
-    def __str__(self) -> str:
-        width = max((len(name) for name in self.choices), default=0)
-        lines = [f"plan for {self.quantity}:"]
-        for name, choice in self.choices.items():
-            lines.append(
-                f"  {name:<{width}}  {choice.form:<12}  {choice.num_chunks:>4} x "
-                f"({choice.samples} samples, {choice.columns} columns) "
-                f"{choice.flops / 1e6:>12.3f} Mflop, with memory traffic like "
-                f"{choice.cost / 1e6:.3f}, {choice.bytes / 2**20:>10.3f} MiB"
-            )
-        flops = sum(choice.flops for choice in self.choices.values())
-        peak = max((choice.bytes for choice in self.choices.values()), default=0)
-        lines.append(
-            f"  {'total':<{width}}  {flops / 1e6:.3f} Mflop, most temporaries "
-            f"{peak / 2**20:.3f} MiB"
-        )
-        return "\n".join(lines)
 
 
 def cancels(squares: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
@@ -132,9 +96,8 @@ class Share(NamedTuple):
     def choose(self, method: Method) -> Choice:
         """Returns the cheaper form, in chunks within the budget."""
         if all(isinstance(use, Dense) for use in (*self.uses, *self.others)):
-            rows, columns = forms.matrix_shape(self.shape)
-            flops = 2 * self.num_samples * self.partners * rows * columns
-            return Choice("dense", self.num_samples, columns, 1, flops, flops, 0)
+            columns = forms.matrix_shape(self.shape)[1]
+            return Choice("dense", self.num_samples, columns, 0)
         formed = self._materialized()
         if not all(has_product(a, b) for a in self.uses for b in self.others):
             return formed
@@ -171,9 +134,7 @@ class Share(NamedTuple):
             of_all = blocks * num_samples * rows * itemsize
             unit = math.lcm(*[use.kernel for use in uses if isinstance(use, Windows)])
             width = _fitting(self.budget, samples * each + of_all, columns, unit)
-        times = -(-columns // max(width, 1)) * -(-num_samples // samples)
-        peak = (samples * each + of_all) * width
-        return Choice("materialized", samples, width, times, flops, cost, peak)
+        return Choice("materialized", samples, width, cost)
 
     def _factored(self) -> Choice:
         """Returns the choice that forms no gradient."""
@@ -202,10 +163,8 @@ class Share(NamedTuple):
         samples = max(num_samples, partners)
         while samples > 1 and size_of(samples) > budget:
             samples = -(-samples // 2)
-        times = -(-num_samples // samples) * -(-partners // samples)
         cost = flops + FLOPS_PER_ELEMENT * (elements + num_samples * unfolded)
-        peak = size_of(samples)
-        return Choice("factored", samples, columns, times, flops, cost, peak)
+        return Choice("factored", samples, columns, cost)
 
 
 def has_product(a: Contribution, b: Contribution) -> bool:

@@ -28,14 +28,6 @@ import torch
 import torch.nn.functional as F
 
 from per_sample_grad.factors import forms
-from per_sample_grad.factors.forms import (
-    Contribution,
-    Dense,
-    Lookup,
-    Outer,
-    Part,
-    Windows,
-)
 from xla_replica import traits
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.names import unwrapped
@@ -65,14 +57,11 @@ class Projection:
         shapes: The shape of each parameter, by name.
         kept: k1 and k2, the rows and columns that are left of each parameter's.
         size: The sum of all ``k1 k2``, at most ``size``.
-        version: A number that differs where an earlier version made another map.
 
     Raises:
         TypeError, ValueError: An argument is not an integer, or ``size`` has no room
             for one number of each parameter.
     """
-
-    version = VERSION
 
     def __init__(
         self,
@@ -108,7 +97,9 @@ class Projection:
             f"{zlib.crc32(repr(shapes).encode()):08x}"
         )
 
-    def of(self, name: str, uses: Sequence[Contribution], budget: int) -> torch.Tensor:
+    def of(
+        self, name: str, uses: Sequence[forms.Contribution], budget: int
+    ) -> torch.Tensor:
         """Returns the projections of one parameter's gradients, ``(B, k1 k2)``.
 
         Args:
@@ -266,21 +257,21 @@ def _fold(count: int, kept: int, seed: str, like: torch.Tensor) -> Fold | None:
     return Fold(signs.to(like.device), kept, matrix)
 
 
-def _project(use: Contribution, folds: Folds, budget: int) -> torch.Tensor:
+def _project(use: forms.Contribution, folds: Folds, budget: int) -> torch.Tensor:
     """Returns ``P G Qᵀ`` of every sample's gradient of one use, ``(N, k1 k2)``."""
     if folds.channels is not None:
         use = _fewer_channels(use, folds.channels, folds.kernel)
     like = forms.float_factor(use)
-    if isinstance(use, Dense) and folds.num_columns == 1:
+    if isinstance(use, forms.Dense) and folds.num_columns == 1:
         return _along(like.flatten(1), folds.rows, 1)
-    if isinstance(use, Windows) and traits(like).is_host:
+    if isinstance(use, forms.Windows) and traits(like).is_host:
         budget = min(budget, _CACHE)
     (p, q), (k1, k2) = folds[3:5], folds.kept
-    if isinstance(use, Windows):
+    if isinstance(use, forms.Windows):
         elements = forms.unfolded(use) * use.width
     else:
         elements = use.positions * (k1 + k2)
-    elements += p * q if isinstance(use, Dense) else min(p * k2, k1 * q)
+    elements += p * q if isinstance(use, forms.Dense) else min(p * k2, k1 * q)
     size = max(1, budget // (elements * like.dtype.itemsize))
     found = [
         _project_part(forms.part(use, *interval), folds)
@@ -289,7 +280,9 @@ def _project(use: Contribution, folds: Folds, budget: int) -> torch.Tensor:
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _fewer_channels(use: Contribution, channels: Fold, kernel: int) -> Contribution:
+def _fewer_channels(
+    use: forms.Contribution, channels: Fold, kernel: int
+) -> forms.Contribution:
     """Returns a use with its input channels folded."""
 
     def folded(values: torch.Tensor) -> torch.Tensor:
@@ -297,24 +290,24 @@ def _fewer_channels(use: Contribution, channels: Fold, kernel: int) -> Contribut
         return channels.along(by_channel, values.dim() - 1).flatten(-2)
 
     match use:
-        case Windows(left, source):
+        case forms.Windows(left, source):
             by_group = source.to(left.dtype).unflatten(1, (use.groups, -1)).flatten(3)
             fewer = channels.along(by_group, 2).flatten(1, 2)
             fewer = fewer.unflatten(2, source.shape[2:])
             return dataclasses.replace(use, source=fewer)
-        case Outer(left, right):
-            return Outer(left, folded(right))
-        case Lookup(_, values) | Dense(values):
+        case forms.Outer(left, right):
+            return forms.Outer(left, folded(right))
+        case forms.Lookup(_, values) | forms.Dense(values):
             return dataclasses.replace(use, values=folded(values.flatten(2)))
 
 
-def _project_part(part: Part, folds: Folds) -> torch.Tensor:
+def _project_part(part: forms.Part, folds: Folds) -> torch.Tensor:
     match part:
-        case Dense(values):
+        case forms.Dense(values):
             matrix = values.reshape(-1, folds.num_rows, folds.num_columns)
             matrix = _along(matrix, folds.rows, 1)
             matrix = _along(matrix, folds.columns, 2)
-        case Lookup(index, values):
+        case forms.Lookup(index, values):
             values, places = _along(values, folds.columns, 2), index.long()
             if folds.rows is not None:
                 signs = folds.rows.signs.index_select(0, places.flatten())
@@ -323,7 +316,7 @@ def _project_part(part: Part, folds: Folds) -> torch.Tensor:
             matrix = values.new_zeros(len(values), *folds.kept)
             places = places.unsqueeze(2).expand_as(values)
             matrix = matrix.scatter_add(1, places, values)
-        case Outer(left, right):
+        case forms.Outer(left, right):
             matrix = _project_outer(left, right, folds)
     return (matrix.transpose(1, 2) if folds.columns_come_first else matrix).flatten(1)
 

@@ -3,11 +3,12 @@
 Also what a capture has to know of those by running or batch statistics.
 """
 
+import copy
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -16,59 +17,30 @@ from per_sample_grad.errors import CouplingError
 from per_sample_grad.factors.forms import Contribution, accumulation_dtype
 from per_sample_grad.layers import registry
 from per_sample_grad.layers.registry import Call, affine, register_rule
+from xla_replica import traits
 
 # What may normalise by running statistics.
 NORMALISING = (_BatchNorm, _InstanceNorm)
+_OWN = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+_INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
-@register_rule(nn.LayerNorm, reads_module=False)
-def layer_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
-    """Takes ``input`` and ``grad`` of shape ``(N, *, *normalized_shape)``."""
-    shape = list(call.module.normalized_shape)
-    kept = range(grad.dim() - len(shape), grad.dim())
-    normalize = functools.partial(
-        F.layer_norm, normalized_shape=shape, eps=call.module.eps
-    )
-    return affine(call, grad, kept, normalize)
-
-
-@register_rule(nn.RMSNorm, reads_module=False)
-def rms_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
-    """Takes ``input`` and ``grad`` of shape ``(N, *, *normalized_shape)``."""
-    kept = range(grad.dim() - len(call.module.normalized_shape), grad.dim())
-    eps = call.module.eps
-    if eps is None:  # torch's default is that of the dtype it computes in
-        eps = torch.finfo(accumulation_dtype(call.input.dtype)).eps
-
-    def normalize(inputs: torch.Tensor) -> torch.Tensor:
-        square = inputs.square().mean(tuple(kept), keepdim=True)
-        return inputs * torch.rsqrt(square + eps)
-
-    return affine(call, grad, kept, normalize)
-
-
-@register_rule(nn.GroupNorm, reads_module=False)
-def group_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
-    """Takes ``input`` and ``grad`` of shape ``(N, C, *)``."""
-    normalize = functools.partial(
-        F.group_norm, num_groups=call.module.num_groups, eps=call.module.eps
-    )
-    return affine(call, grad, [1], normalize)
-
-
-# Its running statistics, which it may read, are written to by every call in torch 2.9.
-@register_rule(
-    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, reads_module=False
-)
-def instance_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
-    """Takes ``input`` and ``grad`` of shape ``(N, C, *S)``."""
-    module = call.module
-    registry.require_batched(call.input, 1 + module._get_no_batch_dim())
-    if module.training or not module.track_running_stats:
-        normalize = functools.partial(F.instance_norm, eps=module.eps)
-    else:
-        normalize = functools.partial(by_running_statistics, module)
-    return affine(call, grad, [1], normalize)
+# The running statistics of an InstanceNorm, which it may read, are written to by every
+# call in torch 2.9.
+@register_rule(*_OWN, *_INSTANCE, reads_module=False)
+def by_own_statistics(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
+    """Takes ``input`` and ``grad`` ``(N, C, *)`` or ``(N, *, *normalized_shape)``."""
+    module, kept = call.module, range(1, 2)
+    if isinstance(module, _InstanceNorm):
+        registry.require_batched(call.input, 1 + module._get_no_batch_dim())
+        if module.track_running_stats and not module.training:
+            return batch_norm(call, grad)
+    elif not isinstance(module, nn.GroupNorm):
+        kept = range(grad.dim() - len(module.normalized_shape), grad.dim())
+    plain = copy.copy(module)  # without weight, bias and running statistics
+    for held in ("_parameters", "_buffers"):
+        vars(plain)[held] = dict.fromkeys(vars(module)[held])
+    return affine(call, grad, kept, plain.forward)
 
 
 @register_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -113,12 +85,22 @@ def refuse_batch_statistics(model: nn.Module) -> None:
         )
 
 
-def scaled_by_running_statistics(module: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """Returns ``(x - mean) / sqrt(var + eps) * weight + bias``, ``(N, C, *)``."""
-    value, shape = (
-        by_running_statistics(module, inputs),
-        (1, -1, *[1] * (inputs.dim() - 2)),
-    )
+def right_output(
+    module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: torch.Tensor
+) -> torch.Tensor | None:
+    """Returns, as a forward hook, the same numbers with a gradient on lazy devices.
+
+    The backward pass of a normalisation by running statistics raises there in torch 2.9
+    ("The size of mean should be compatible with feature count"). The module's own
+    operation never runs: nothing asks a lazy device for its result.
+    """
+    if uses_batch_statistics(module) or not traits(output).is_lazy:
+        return None
+    inputs = args[0] if args else kwargs["input"]
+    shape = (1, -1, *[1] * (inputs.dim() - 2))
+    value = by_running_statistics(module, inputs)
     if module.weight is not None:
         value = value * module.weight.view(shape)
-    return value if module.bias is None else value + module.bias.view(shape)
+    if module.bias is not None:
+        value = value + module.bias.view(shape)
+    return value.to(output.dtype)

@@ -11,14 +11,7 @@ import torch
 from torch import nn
 
 from per_sample_grad.errors import PerSampleError, Refusal
-from per_sample_grad.factors.forms import (
-    Contribution,
-    Dense,
-    Lookup,
-    Outer,
-    Windows,
-    accumulation_dtype,
-)
+from per_sample_grad.factors import forms
 from xla_replica import traits
 
 _signature = functools.cache(inspect.signature)
@@ -69,7 +62,8 @@ class Call:
 # From a call and the gradient of the summed losses with respect to its output (batch
 # first) to the contribution of each parameter, by its name within the module.
 Rule = Callable[
-    [Call, torch.Tensor], Mapping[str, Contribution | Sequence[Contribution]]
+    [Call, torch.Tensor],
+    Mapping[str, forms.Contribution | Sequence[forms.Contribution]],
 ]
 
 # The rules by exact type: a subclass may compute something else.
@@ -108,8 +102,7 @@ def register_rule(
         reads_module: Whether the rule reads tensors of the module.
 
     Raises:
-        TypeError: One of the arguments is not a subclass of `torch.nn.Module`, or
-            ``module_types`` are not subclasses of ``like``.
+        TypeError: One of the arguments is not a subclass of `torch.nn.Module`.
         KeyError: ``like`` has no rule.
 
     >>> from torch import nn
@@ -140,12 +133,6 @@ def register_rule(
         return rule
 
     if like is not None:
-        others = [each.__name__ for each in module_types if not issubclass(each, like)]
-        if others:
-            raise TypeError(
-                f"register_rule: {', '.join(others)} must be subclasses of "
-                f"{like.__name__}, whose rule reads its attributes; write a rule"
-            )
         register(RULES[like])
     return register
 
@@ -206,7 +193,7 @@ def apply(
     grad: torch.Tensor,
     shapes: Mapping[str, tuple[int, ...]],
     num_samples: int,
-) -> dict[str, list[Contribution]]:
+) -> dict[str, list[forms.Contribution]]:
     """Returns what a rule contributes to each parameter of a call.
 
     Args:
@@ -222,21 +209,26 @@ def apply(
         PerSampleError: The rule returned something else than contributions with N or B
             rows.
     """
-    found = rule(call, grad)
-    if not isinstance(found, Mapping):
-        raise PerSampleError(_wrong(rule, owner, f"a {type(found).__name__}"))
-    missing = sorted(shapes.keys() - found.keys())
-    if missing:
-        raise Refusal(f"its rule returned nothing for {', '.join(missing)}")
-    parts = {}
-    for name, shape in shapes.items():
-        value = found[name]
-        parts[name] = list(value) if isinstance(value, Sequence) else [value]
-        for part in parts[name]:
-            fault = _fault(part, (len(grad), num_samples), shape)
-            if fault is not None:
-                text = f"for {name!r} of shape {shape} {fault}"
-                raise PerSampleError(_wrong(rule, owner, text))
+    found, faults, parts = rule(call, grad), [], {}
+    if isinstance(found, Mapping):
+        if missing := sorted(shapes.keys() - found.keys()):
+            raise Refusal(f"its rule returned nothing for {', '.join(missing)}")
+        for name, shape in shapes.items():
+            value = found[name]
+            parts[name] = list(value) if isinstance(value, Sequence) else [value]
+            for part in parts[name]:
+                fault = _fault(part, (len(grad), num_samples), shape)
+                faults += [f"for {name!r} of shape {shape} {fault}"] if fault else []
+    else:
+        faults = [f"a {type(found).__name__}"]
+    if faults:
+        name = f"{rule.__module__}.{getattr(rule, '__qualname__', rule)}"
+        raise PerSampleError(
+            f"the rule of {owner}, {name}, returned {faults[0]}. It must return a dict "
+            "by the parameters' names of Dense (N, *shape), Outer (N, G, T, p) and (N, "
+            "G, T, q) or Lookup (N, T) and (N, T, q), or lists of them: see "
+            "register_rule"
+        )
     return parts
 
 
@@ -247,40 +239,30 @@ def _fault(part: object, rows: Collection[int], shape: tuple[int, ...]) -> str |
     """
     height, width = shape[0] if shape else 1, math.prod(shape[1:])
     match part:
-        case Dense(values):
+        case forms.Dense(values):
             got, fits = [values], tuple(values.shape[1:]) == shape
-        case Lookup(index, values):
+        case forms.Lookup(index, values):
             got = [index, values]
             fits = (*index.shape, width) == tuple(values.shape) and index.dim() == 2
-        case Outer(left, right):
+        case forms.Outer(left, right):
             got = [left, right]
             fits = left.dim() == 4 and (*left.shape[:3], width) == tuple(right.shape)
             fits = fits and left.shape[1] * left.shape[3] == height
-        case Windows(left):
+        case forms.Windows(left):
             got, fits = [left], left.dim() == 4
         case _:
             kind = type(part).__name__
-            return None if isinstance(part, Contribution) else f"a {kind}"
+            return None if isinstance(part, forms.Contribution) else f"a {kind}"
     if fits and got[0].dim() and len(got[0]) in rows:
         return None
     sizes = " and ".join(str(tuple(each.shape)) for each in got)
     return f"the {type(part).__name__} of {sizes}"
 
 
-def _wrong(rule: Rule, owner: object, got: str) -> str:
-    """Returns the message about a rule that returned something else than it must."""
-    name = f"{rule.__module__}.{getattr(rule, '__qualname__', rule)}"
-    return (
-        f"the rule of {owner}, {name}, returned {got}. It must return a dict by the "
-        "parameters' names of Dense (N, *shape), Outer (N, G, T, p) and (N, G, T, q) "
-        "or Lookup (N, T) and (N, T, q), or lists of them: see register_rule"
-    )
-
-
 def over_positions(values: torch.Tensor, kept: Sequence[int]) -> torch.Tensor:
     """Returns ``values`` summed over all dimensions but the first and ``kept``."""
     dims = [d for d in range(1, values.dim()) if d not in kept]
-    dtype = accumulation_dtype(values.dtype)
+    dtype = forms.accumulation_dtype(values.dtype)
     return values.sum(dims, dtype=dtype) if dims else values.to(dtype)
 
 
@@ -289,7 +271,7 @@ def affine(
     grad: torch.Tensor,
     kept: Sequence[int],
     normalize: Callable[[torch.Tensor], torch.Tensor],
-) -> dict[str, Contribution]:
+) -> dict[str, forms.Contribution]:
     """Returns those of ``weight * x̂ + bias``: ``Σ x̂ ⊙ δ`` and ``Σ δ``.
 
     Args:
@@ -298,11 +280,11 @@ def affine(
         kept: The dimensions of weight and bias.
         normalize: Maps the input of any number of samples to a new tensor x̂.
     """
-    dtype = accumulation_dtype(call.input.dtype, grad.dtype)
+    dtype = forms.accumulation_dtype(call.input.dtype, grad.dtype)
     weight = normalize(call.input.to(dtype)).mul_(grad)
     return {
-        "weight": Dense(over_positions(weight, kept)),
-        "bias": Dense(over_positions(grad, kept)),
+        "weight": forms.Dense(over_positions(weight, kept)),
+        "bias": forms.Dense(over_positions(grad, kept)),
     }
 
 

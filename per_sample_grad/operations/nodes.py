@@ -20,11 +20,7 @@ UNCHANGED = (
     "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "AliasBackward0",
     "CloneBackward0", "ToCopyBackward0",
 )  # fmt: skip
-_POINTWISE = ("PreluKernel",)  # which torch does not say of these
-# Nodes of views that keep the elements and their order.
-_RESHAPES = ("ViewBackward0",)
-_SETTINGS = (bool, int, str, type(None))
-_KINDS = {*_SETTINGS}
+_KINDS, _SEVERAL = {bool, int, str, type(None)}, (tuple, list)
 # How the names of attributes begin that hold a saved tensor as hooks keep it.
 _AS_KEPT = "_raw_saved_"
 
@@ -103,7 +99,8 @@ def is_pointwise(node: str) -> bool:
         return False
     names = _operations_by_node().get(found[1], ())
     every = [getattr(torch.ops.aten, name) for name in names]
-    return found[1] in _POINTWISE or any(
+    # Torch does not say so of the kernel of a PReLU.
+    return found[1] == "PreluKernel" or any(
         torch.Tag.pointwise in getattr(operation, overload).tags
         for operation in every
         for overload in operation.overloads()
@@ -129,7 +126,7 @@ def output_edge(output: torch.Tensor) -> GradientEdge:
     """
     edge = get_gradient_edge(output)
     base = output._base if output._is_view() else None
-    if base is not None and base.requires_grad and edge.node.name() in _RESHAPES:
+    if base is not None and base.requires_grad and edge.node.name() == "ViewBackward0":
         # Compare nodes: strides say nothing on a lazy backend.
         below = get_gradient_edge(base)
         if edge.node.next_functions == ((below.node, below.output_nr),):
@@ -183,23 +180,15 @@ def structure(nodes: Sequence[Node], names: Mapping[int, str]) -> str:
     rows = []
     for node in nodes:
         saved = [(name, getattr(node, name)) for name in _setting_names(type(node))]
-        rows.append(
-            (
-                node.name(),
-                names.get(id(getattr(node, "variable", None))),
-                [tuple(data.shape) for data in node._input_metadata],
-                [(numbers.get(below), output) for below, output in node.next_functions],
-                [
-                    (name, value)
-                    for name, value in saved
-                    if isinstance(value, _SETTINGS)
-                    or (
-                        isinstance(value, (tuple, list))
-                        and set(map(type, value)) <= _KINDS
-                    )
-                ],
-            )
-        )
+        parameter = names.get(id(getattr(node, "variable", None)))
+        shapes = [tuple(data.shape) for data in node._input_metadata]
+        below = [(numbers.get(each), output) for each, output in node.next_functions]
+        settings = [
+            (name, value)
+            for name, value in saved
+            if set(map(type, value if type(value) in _SEVERAL else (value,))) <= _KINDS
+        ]
+        rows.append((node.name(), parameter, shapes, below, settings))
     # A digest and not `hash`, which is the same for -1 and -2.
     return hashlib.sha256(repr(rows).encode()).hexdigest()
 

@@ -32,7 +32,6 @@ _UNDERSTOOD = (
     f"the targets under one of the keys {', '.join(TARGETS)}; for anything else pass "
     "split=, a function from a batch to (inputs, targets or None)"
 )
-LEAST_ITEMS = 3
 # Attributes of a DataLoader that say how samples are loaded, not which, nor in what
 # order.
 _LOADER_OPTIONS = (
@@ -187,7 +186,7 @@ def compared_items(count: int) -> list[int]:
     >>> compared_items(3), len(compared_items(10_000))
     ([0, 1, 2], 100)
     """
-    number = min(count, max(LEAST_ITEMS, math.isqrt(count)))
+    number = min(count, max(3, math.isqrt(count)))
     return np.linspace(0, count - 1, number).round().astype(int).tolist()
 
 

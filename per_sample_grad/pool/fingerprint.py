@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import ast
 import copyreg
-import dis
 import functools
 import hashlib
 import inspect
 import os
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,13 @@ from xla_replica import Replica
 
 _PLAIN: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
 _PLAIN += (range, type(...), torch.dtype, torch.layout, torch.memory_format)
+_CONTAINERS = (tuple, list, set, frozenset, dict)
 # What pickle does not save, or only by name, and the attributes that make it up.
 _WRAPPERS: tuple[type, ...] = (types.MethodType, property, classmethod, staticmethod)
 _WRAPPERS += (functools.cached_property, functools.partial)
 _WRAPPED = ("__self__", "__func__", "fget", "fset", "func", "args", "keywords")
 # What pickle saves of an object, by names that no attribute has.
 _SAVED = ("(make)", "(arguments)", "(state)", "(items)", "(pairs)", "(restore)")
-# What has more parts than that, and is not a module, is one line of a description.
-_MANY_PARTS = 256
 # Attributes that compute nothing: those of every module, Lightning's trainer, and what
 # transformers notes in objects, such as which warnings were shown.
 _NOT_VALUES = {*vars(nn.Module()), "_trainer", "_fabric", "_original_object_hash"}
@@ -61,8 +59,8 @@ def fingerprint(values: Mapping[str, Any], tag: str | None = None) -> dict[str, 
         TypeError: A part cannot be described, and there is no ``tag``; the message
             names its path.
 
-    >>> fingerprint({"loss": functools.partial(max, 3)})["loss.args[0]"]
-    '3'
+    >>> fingerprint({"loss": functools.partial(max, 3)})["loss.args"]
+    'tuple of 1 [3]'
     """
     found = {"version of torch": str(torch.__version__)}
     seen: dict[int, tuple[str, Any]] = {}  # with the values, so that ids stay theirs
@@ -101,14 +99,14 @@ def _described(path: str, value: Any, tag: str | None, seen: Any) -> dict[str, s
     found = {path: text if len(text) <= 80 else f"{text[:40]}... {digest(text)}"}
     for name, part in parts.items():
         found |= _described(f"{path}{name}", part, tag, seen)
-        if len(found) > _MANY_PARTS and not isinstance(value, nn.Module):
-            found = {path: f"many parts {digest(repr(found))}"}
     return found
 
 
 def _read(value: Any) -> tuple[str, dict[str, Any]]:
     """Returns a text that tells a value from others of its kind, and its parts."""
     kind = type(value)
+    if kind in _CONTAINERS:
+        return _read_container(value)
     if kind in _PLAIN or kind.__module__ == "typing":  # such as a TypeVar of a class
         return repr(value), {}
     if isinstance(value, torch.device | Replica):
@@ -116,18 +114,9 @@ def _read(value: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(value, torch.Tensor):
         bits: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return f"{value.dtype} {tuple(value.shape)} {digest(bits.numpy())}", {}
-    if kind is np.memmap:
-        return _read_items("memmap", [value.filename], {})
-    if kind is np.ndarray and not value.dtype.hasobject:
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         bits = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         return f"{value.dtype} {value.shape} {digest(bits)}", {}
-    if kind in (set, frozenset, list, tuple):
-        items = sorted(value, key=repr) if kind in (set, frozenset) else value
-        parts = {f"[{number}]": item for number, item in enumerate(items)}
-        return _read_items(f"{kind.__name__} of {len(value)}", items, parts)
-    if kind is dict and all(type(key) in _PLAIN for key in value):
-        parts = {f"[{key!r}]": part for key, part in value.items()}
-        return _read_items(f"dict of {[*value]}", [*value.items()], parts)
     if isinstance(value, types.FunctionType):
         return _read_function(value)
     if isinstance(value, type):
@@ -150,22 +139,26 @@ def _read(value: Any) -> tuple[str, dict[str, Any]]:
     return kind.__qualname__, {f".{name}": part for name, part in parts.items()}
 
 
-def _read_items(
-    text: str, items: Sequence[Any], parts: dict[str, Any]
-) -> tuple[str, dict[str, Any]]:
-    """Reads a container, many plain items as one text; of paths, the files too."""
+def _read_container(value: Any) -> tuple[str, dict[str, Any]]:
+    """Reads a container, one of plain data as one text; of paths, the files too."""
+    items = [*(value.items() if isinstance(value, dict) else value)]
+    if isinstance(value, set | frozenset):
+        items = sorted(items, key=repr)
     paths = [each[0] if type(each) is tuple and each else each for each in items]
+    text = f"{type(value).__name__} of {len(items)}"
     if paths and isinstance(paths[0], str | os.PathLike) and os.path.isfile(paths[0]):
         stats = [os.stat(path) for path in paths if os.path.isfile(path)]
         text += f" files {[(each.st_size, each.st_mtime_ns) for each in stats]}"
-    if len(items) > _MANY_PARTS and all(map(_is_plain, items)):
+    if _is_plain(items):
         return f"{text} {items!r}", {}
-    return text, parts
+    return text, {f"[{number}]": item for number, item in enumerate(items)}
 
 
 def _is_plain(value: Any) -> bool:
     kind = type(value)
-    return kind in _PLAIN or (kind is tuple and all(map(_is_plain, value)))
+    items = value.items() if kind is dict else value
+    is_container = kind in (tuple, list, dict)
+    return kind in _PLAIN or (is_container and all(map(_is_plain, items)))
 
 
 def _saved(value: Any) -> dict[str, Any]:
@@ -191,7 +184,7 @@ def _saved(value: Any) -> dict[str, Any]:
 
 def _is_shown(dataset: Any, name: str, value: Any) -> bool:
     """Returns whether an attribute of a dataset is more than a record of requests."""
-    is_list = type(value) in (list, tuple) and all(map(_is_plain, value))
+    is_list = type(value) in (list, tuple) and _is_plain(value)
     return not name.startswith("_") and not (is_list and len(value) != len(dataset))
 
 
@@ -204,7 +197,7 @@ def _read_function(function: Any) -> tuple[str, dict[str, Any]]:
     text = _installed(module, f"{function.__qualname__}, line {code.co_firstlineno}")
     if text is None:
         text = f"source {digest(_source(code))}"
-        parts |= {name: known[name] for name in _globals_of(code) & known.keys()}
+        parts |= {name: known[name] for name in _names_in(code) & known.keys()}
         for name in ("__defaults__", "__kwdefaults__", "__dict__"):
             parts[name] = getattr(function, name) or None
     return text, {f".{n}": parts[n] for n in sorted(parts) if parts[n] is not None}
@@ -247,21 +240,17 @@ def _source(code: types.CodeType) -> str:
     """Returns the source text of a function, without comments."""
     named = (ast.FunctionDef, ast.AsyncFunctionDef)  # maybe under another name
     kinds = (ast.Lambda,) if code.co_name == "<lambda>" else named
-    found = []
-    for node in ast.walk(_parsed("".join(inspect.findsource(code)[0]))):
-        if isinstance(node, kinds):
-            parts = [node, *getattr(node, "decorator_list", ())]
-            if code.co_firstlineno == min(part.lineno for part in parts):
-                found.append(node)
+    tree = ast.walk(_parsed("".join(inspect.findsource(code)[0])))
+    nodes: list[Any] = [each for each in tree if isinstance(each, kinds)]
+    parts = [[node, *getattr(node, "decorator_list", ())] for node in nodes]
+    starts = [min(part.lineno for part in each) for each in parts]
+    found = [n for n, line in zip(nodes, starts) if line == code.co_firstlineno]
     if len(found) != 1:
         raise ValueError(f"{len(found)} functions of its kind begin in its line")
     return ast.unparse(found[0])
 
 
-def _globals_of(code: types.CodeType) -> set[str]:
-    """Returns the names of globals in a function, and in what is defined in it."""
-    inner = [_globals_of(part) for part in code.co_consts if inspect.iscode(part)]
-    codes = [(each.opname, each.argval) for each in dis.get_instructions(code)]
-    return {n for what, n in codes if "GLOBAL" in what or what == "LOAD_NAME"}.union(
-        *inner
-    )
+def _names_in(code: types.CodeType) -> set[str]:
+    """Returns what a function, and what is defined in it, may load of globals."""
+    inner = [_names_in(part) for part in code.co_consts if inspect.iscode(part)]
+    return {*code.co_names}.union(*inner)

@@ -10,29 +10,19 @@ and the part's number. So neither a damaged part is accepted, nor one of another
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
 import functools
 import hashlib
 import io
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import xla_replica
 from xla_replica.common.differences import differences
-from xla_replica.common.files import (
-    UNFINISHED,
-    locked,
-    rename,
-    unfinished_name,
-    write_whole,
-)
+from xla_replica.common.files import UNFINISHED, unfinished_name, write_whole
 
 DESCRIPTION = "pool.json"
 # Counts changes after which earlier folders cannot be continued.
@@ -56,20 +46,18 @@ class Parts:
         return np.array(found, dtype=bool)
 
     def read(self, number: int) -> np.ndarray | None:
-        """Returns a part's numbers; None: it is missing, or damaged and now renamed."""
+        """Returns a part's numbers; None: it is missing, or damaged."""
         path = self._path(number)
         if not path.exists():
             return None
-        # A folder may have taken its place.
-        content = memoryview(path.read_bytes() if path.is_file() else b"")
+        content = memoryview(path.read_bytes())
         rows, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
         if self._checksum(number, rows) == checksum:
             found: np.ndarray = np.load(io.BytesIO(rows), allow_pickle=False)
             return found
-        aside = rename(path, path.with_suffix(".damaged"))
         warnings.warn(
-            f"{path} is damaged: its content is not what was written; it is now "
-            f"{aside.name}, and its samples are scored again",
+            f"{path} is damaged: its content is not what was written; its samples are "
+            "scored again",
             stacklevel=5,
         )
         return None
@@ -105,29 +93,10 @@ class Parts:
                 f"{'; '.join(found[:_FEW])}{more}. {_ANOTHER}"
             )
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Locks the folder in the block, and deletes what a killed run was writing.
-
-        Collective.
-
-        Raises:
-            OSError: Another process computes for the folder.
-        """
-        replica, names = xla_replica.current(), ("part-*", DESCRIPTION)
-        left = [p for n in names for p in self.folder.glob(f"{n}.*{UNFINISHED}")]
-        lock = locked(self.folder / DESCRIPTION)
-        with lock if replica.is_primary else contextlib.nullcontext(True) as is_free:
-            if not all(replica.all_gather_object(is_free)):
-                raise OSError(
-                    errno.EBUSY,
-                    "score_pool is at work for this folder in another process; wait "
-                    "until that has ended, or give another folder",
-                    str(self.folder),
-                )
-            for path in left:
-                path.unlink(missing_ok=True)
-            yield
+    def clear_unfinished(self) -> None:
+        """Deletes what killed runs were writing."""
+        for path in self.folder.glob(f"*{UNFINISHED}"):
+            path.unlink(missing_ok=True)
 
     @functools.cached_property
     def _text(self) -> bytes:

@@ -41,16 +41,13 @@ class Scorer:
     model: nn.Module
     loss: Loss
     forward: Forward
-    autocast: torch.dtype | None
-    last_layer: str | None
     options: Mapping[str, Any]
     block_size: int
     given: Given | None = None
 
     def logits(self, inputs: Any) -> torch.Tensor:
         """Returns the logits, ``(B, *)``."""
-        with self._autocast():
-            logits = self.forward(self.model, inputs)
+        logits = self.forward(self.model, inputs)
         if not isinstance(logits, torch.Tensor):
             raise TypeError(
                 f"the model gave a {type(logits).__name__} without .logits, not a "
@@ -61,12 +58,10 @@ class Scorer:
 
     def losses(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Returns the losses, ``(B,)``; another shape is a ValueError."""
-        with self._autocast():
-            logits = self.logits(inputs)
-            ignored = _ignored_class(self.loss)
-            if ignored is not None:
-                self.check_classes(logits, ignored, probabilities=True)
-            losses = self.loss(logits, targets)
+        logits, ignored = self.logits(inputs), _ignored_class(self.loss)
+        if ignored is not None:
+            self.check_classes(logits, ignored)
+        losses = self.loss(logits, targets)
         if losses.shape != (self.block_size,):
             raise ValueError(
                 f"loss= gave shape {tuple(losses.shape)} for {self.block_size} "
@@ -85,27 +80,22 @@ class Scorer:
             )
         return logits
 
-    def check_classes(
-        self,
-        logits: torch.Tensor,
-        ignored: int | None = None,
-        probabilities: bool = False,
-    ) -> None:
+    def check_classes(self, logits: torch.Tensor, ignored: int | None = None) -> None:
         """Raises ValueError, with the sample, if a given label is not a class.
 
         Labels are looked at on the host: an accelerator would compute something.
 
         Args:
             logits: ``(B, C)``; with other dimensions nothing is checked.
-            ignored: A label that is allowed too.
-            probabilities: Whether floats ``(B, C)`` are allowed.
+            ignored: A label that is allowed too, as are floats ``(B, C)`` then: they
+                are probabilities.
         """
         if self.given is None or logits.dim() != 2:
             return
         labels, num_classes = self.given.targets, logits.shape[1]
         kind, shape = getattr(labels, "dtype", None), getattr(labels, "shape", ())
         is_floating = kind is not None and kind.is_floating_point
-        if probabilities and is_floating and shape == logits.shape:
+        if ignored is not None and is_floating and shape == logits.shape:
             return
         if kind is None or is_floating or shape != (self.block_size,):
             raise ValueError(
@@ -137,40 +127,11 @@ class Scorer:
             # The comparison is part of the program, on a lazy device in its very
             # midst: which block has one must not show.
             del recorded, losses, found
-            return self.with_options(check="never").answers(inputs, targets, answer)
+            others = {**self.options, "check": "never"}
+            unchecked = dataclasses.replace(self, options=others)
+            return unchecked.answers(inputs, targets, answer)
         xla_replica.current().sync()
         return found
-
-    def with_options(self, **options: Any) -> Scorer:
-        """Returns a scorer whose captures have these options, too."""
-        return dataclasses.replace(self, options={**self.options, **options})
-
-    def find_last_layer(self, inputs: Any) -> str:
-        """Returns ``last_layer``, by default the last module the logits depend on."""
-        if self.last_layer is None:
-            xla_replica.current().sync()
-            with torch.enable_grad(), capture(self.model, **self.options) as recorded:
-                losses = self.logits(inputs).flatten(1).sum(1)
-            found = recorded._run(losses, lambda _: None, reported=True)
-            last = found.modules[-1:]
-            unknown = [*found.problems]
-            unknown += [
-                name for each in last if each.is_operation for name in each.names
-            ]
-            if unknown or not last:
-                names = ", ".join(unknown) or "the model"
-                raise ValueError(
-                    f"no rule accounts for {names}: name the last layer with "
-                    "last_layer="
-                )
-            self.last_layer = last[0].name
-            xla_replica.current().sync()
-        return self.last_layer
-
-    def _autocast(self) -> torch.autocast:
-        # One context per forward pass: what it caches would tie programs together.
-        kind, enabled = xla_replica.current().device.type, self.autocast is not None
-        return torch.autocast(kind, dtype=self.autocast, enabled=enabled)
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -194,19 +155,13 @@ def _ignored_class(loss: Loss) -> int | None:
 def call_model(model: nn.Module, inputs: Any) -> torch.Tensor:
     """Returns logits; the default ``forward`` of `score_pool`.
 
-    Calls ``model(tensor)``, ``model(**dict)`` or ``model(*tuple)``; logits are what it
+    Calls ``model(**dict)``, ``model(*tuple)`` or ``model(inputs)``; logits are what it
     returns, or its ``.logits`` or ``["logits"]``.
     """
-    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     if isinstance(inputs, Mapping):
         out = model(**inputs)
-    elif isinstance(inputs, tuple | list):
-        out = model(*inputs)
     else:
-        raise TypeError(
-            f"the inputs are a {type(inputs).__name__}; give a tensor, dict or tuple, "
-            "or pass forward=, a function from model and inputs to logits"
-        )
+        out = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
     if isinstance(out, Mapping) and "logits" in out:
         return out["logits"]
     return getattr(out, "logits", out)
@@ -222,14 +177,12 @@ class Score:
     Attributes:
         values: Maps a scorer, inputs and targets of a block to scores, ``(B,)``.
         of_parameters: Whether scores depend on which parameters are selected.
-        takes_params: Whether the caller may select them with ``params=``.
         labels: The labels that the score always has; None: the caller chooses.
         width: The shape of one sample's score: nothing, or that of a row.
     """
 
     values: Values
     of_parameters: bool = False
-    takes_params: bool = True
     labels: str | None = None
     width: tuple[int, ...] = ()
 
@@ -248,14 +201,6 @@ def el2n(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
         error = logits.float().softmax(1)
         classes = torch.arange(error.shape[1], device=error.device)
         return (error - (classes == targets.unsqueeze(1)).to(error.dtype)).norm(dim=1)
-
-
-def last_layer_grad_norm(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
-    """Returns the norms for one layer's parameters; the backward pass stops there."""
-    layer = scorer.model.get_submodule(scorer.find_last_layer(inputs))
-    own = {id(param) for param in layer.parameters()}
-    of_layer = scorer.with_options(params=lambda _, param: id(param) in own)
-    return of_layer.grad_norms(inputs, targets)
 
 
 def of_gradients(answer: Answer, width: tuple[int, ...] = ()) -> Score:
@@ -285,9 +230,6 @@ SCORES: dict[str, Score] = {
     # GraNd is the mean over several models.
     "grand": Score(Scorer.grad_norms, of_parameters=True),
     "egl": Score(Scorer.grad_norms, of_parameters=True, labels="expected"),
-    "last_layer_grad_norm": Score(
-        last_layer_grad_norm, of_parameters=True, takes_params=False
-    ),
     "el2n": Score(el2n),
     "loss": Score(loss),
 }

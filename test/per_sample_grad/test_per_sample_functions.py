@@ -49,7 +49,7 @@ def factors_of(positions: int, width: int, samples: int = 4, **options) -> psg.F
     return psg.per_sample_factors(nn.Linear(width, width), fold, (x,), **options)
 
 
-def test_the_plan_follows_the_shapes():
+def test_the_form_follows_the_shapes():
     short, long = factors_of(2, 64), factors_of(64, 8)
     # With several positions, many samples' Gram matrix is cheaper from gradients.
     many = factors_of(16, 32, samples=64)
@@ -57,35 +57,28 @@ def test_the_plan_follows_the_shapes():
         (short, "norms", "factored"), (long, "norms", "materialized"),
         (many, "norms", "factored"), (many, "gram", "materialized"),
     ):  # fmt: skip
-        assert factors.plan(quantity).choices["weight"].form == form
-    assert long.plan("norms").choices["bias"].form == "dense"
-    assert "Mflop" in str(many.plan("gram"))
-    with pytest.raises(ValueError, match="one of 'norms', 'gram', got"):
-        short.plan("sum")
+        assert factors._choice(quantity, "weight", factors).form == form
+    assert long._choice("norms", "bias", long).form == "dense"
 
 
 @pytest.mark.parametrize("entries", [11, 1000])
 @pytest.mark.parametrize("quantity", ["norms", "gram"])
-def test_the_plan_takes_and_shows_the_lowest_cost(entries, quantity):
+def test_the_form_has_the_lowest_cost(entries, quantity):
     """More operations may take less time, where fewer numbers are written."""
     model, ids = nn.Embedding(entries, 8), torch.randint(0, entries, (32, 5))
-    plan, *forms = (
-        psg.per_sample_factors(model, fold, (ids,), method=method).plan(quantity)
+    chosen, *choices = (
+        factors._choice(quantity, "weight", factors)
         for method in ("auto", "factored", "materialized")
+        for factors in [psg.per_sample_factors(model, fold, (ids,), method=method)]
     )
-    choices = [form.choices["weight"] for form in forms]
-    chosen = plan.choices["weight"]
     assert chosen == min(choices, key=lambda choice: choice.cost)
-    assert all(choice.cost > choice.flops for choice in choices)
-    assert f"like {chosen.cost / 1e6:.3f}" in str(plan)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("weight", [None, torch.rand(7)])
-def test_token_cross_entropy_is_each_samples_own(reduction, weight):
+def test_token_cross_entropy_is_each_samples_own(reduction):
     logits, targets = torch.randn(4, 5, 7), torch.randint(0, 7, (4, 5))
     targets[1, 2:] = -100
-    options = {"reduction": reduction, "label_smoothing": 0.1, "weight": weight}
+    options = {"reduction": reduction, "label_smoothing": 0.1}
     found = psg.token_cross_entropy(logits, targets, **options)
     expected = [F.cross_entropy(x, y, **options) for x, y in zip(logits, targets)]
     torch.testing.assert_close(found, torch.stack(expected))
@@ -118,8 +111,8 @@ def test_one_shot_functions_agree_with_the_loop():
         (flat(psg.per_sample_grads(*call)), grads),
         (psg.per_sample_grad_dot(*call, vectors), grads @ grads[0]),
         (flat(sums), weights @ grads),
-        (psg.cross_gram(psg.per_sample_factors(*call), b), grads @ other.T),
-        (psg.cross_gram(b, psg.per_sample_factors(*call)), other @ grads.T),
+        (psg.per_sample_factors(*call).cross_gram(b), grads @ other.T),
+        (b.cross_gram(psg.per_sample_factors(*call)), other @ grads.T),
     ):
         assert error(found, expected) <= 1e-10
 
@@ -176,23 +169,6 @@ def test_norms_are_right_where_positions_cancel(build, shape):
         assert error(other, truth) > 3e-3
 
 
-def test_the_functional_style_gives_the_same():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    x, y = torch.randn(5, 3), torch.randint(0, 2, (5,))
-    params = {name: param.detach() for name, param in model.named_parameters()}
-
-    def loss(params: dict, buffers: dict, x: torch.Tensor, y: torch.Tensor):
-        out = torch.func.functional_call(model, (params, buffers), (x.unsqueeze(0),))
-        return F.cross_entropy(out, y.unsqueeze(0))
-
-    def losses_of(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(m(x), y, reduction="none")
-
-    grads, losses = psg.vectorized_grads(loss, params, {}, x, y, chunk_size=2)
-    torch.testing.assert_close(losses, losses_of(model, x, y).detach())
-    torch.testing.assert_close(grads, psg.per_sample_grads(model, losses_of, (x, y)))
-
-
 # --- the code on the pages ------------------------------------------------------------
 
 PAGE = "docs/per_sample_grad.md"
@@ -218,7 +194,7 @@ def test_a_capture_and_a_stream():
 def test_scoring_and_projecting_a_pool(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"psg": psg, "model": Vectors.model(), "dataset": Vectors(COUNT)}
-    exec(block(POOLS, "python", "scores.to_csv"), names)
+    exec(block(POOLS, "python", "scores.to_frame"), names)
     assert len((tmp_path / "scores.csv").read_text().splitlines()) == COUNT + 1
     names |= {"dataset": Vectors(30), "few": Vectors(3), "np": np}
     exec(block(POOLS, "python", "score=projection"), names)

@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_094
-TEST_LINES = 33_408
+CODE = 20_690
+TEST_LINES = 33_310
 
 
 def test_lines_are_counted():

@@ -47,9 +47,9 @@ LIMITS = {
     "minibatch": (7, 23, 40, 29, 48),
     "update": (8, 35, 43, 18, 12),
     "adascale": (14, 59, 72, 124, 70),
-    "norms": (15, 73, 194, 134, 440),
-    "grab": (26, 107, 303, 275, 1640),  # varies a little from run to run
-    "order": (8, 24, 31, 53, 5460),
+    "norms": (15, 70, 181, 134, 440),
+    "grab": (26, 104, 290, 280, 1650),  # varies a little from run to run
+    "order": (8, 24, 31, 53, 5480),
 }
 
 

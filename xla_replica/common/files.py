@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,29 +57,6 @@ def write_whole(
             error.filename = str(unfinished)  # as of a disk that is full
         unfinished.unlink(missing_ok=True)
         raise
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Holds the lock of a file in the block; yields whether this process has it.
-
-    Another process that asks for it does not get it until this one leaves the block or
-    ends, for whatever reason. Where files cannot be locked, as on Windows and in some
-    network folders, or this one cannot be written to, every process has it.
-    """
-    has_it = True
-    with contextlib.ExitStack() as closed:
-        try:
-            import fcntl  # not on Windows
-
-            file = closed.enter_context(path.open("r+b"))
-            # Not flock, whose locks child processes inherit, such as DataLoader's.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            has_it = False
-        except (ImportError, OSError):
-            pass
-        yield has_it
 
 
 def rename(path: Path, new: Path) -> Path:

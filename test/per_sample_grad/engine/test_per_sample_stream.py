@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import math
 
 import pytest
 import torch
@@ -102,17 +103,17 @@ def test_gradients_are_made_when_the_activations_have_gone():
     (lambda: nn.Linear(64, 96), (8, 48, 64)), (lambda: nn.Embedding(50, 64), (16, 48)),
     (twice(lambda: nn.Linear(64, 64)), (12, 48, 64)),
 ])  # fmt: skip
-def test_a_plan_says_what_temporaries_take(build, shape, method):
+def test_temporaries_fit_the_budget(build, shape, method):
     model, x, budget = build(), torch.rand(shape), 2**17
     x = (50 * x).long() if isinstance(model, nn.Embedding) else x
     options = {"params": lambda n, _: n.endswith("weight"), "method": method}
     factors = psg.per_sample_factors(model, fold, (x,), budget=budget, **options)
-    (weight,) = factors.shapes
+    ((weight, shape),) = factors.shapes.items()
+    columns = math.prod(shape[1:])
     for quantity, answer in (("norms", factors.norms), ("gram", factors.gram)):
-        choice = factors.plan(quantity).choices[weight]
+        choice = factors._choice(quantity, weight, factors)
         assert choice.form == method
-        assert choice.num_chunks > 1
-        assert choice.bytes <= budget
+        assert choice.samples < len(factors) or choice.columns < columns
         answer()
         # Beside the budget: an answer, and a matrix product's copies of its operands.
         assert peak_memory(answer) <= 1.5 * budget + 2**14
@@ -285,7 +286,7 @@ def test_answers_and_gradients_are_of_no_samples(name, dtype):
     assert not any(g.any() for g in sums.values())
     other = psg.per_sample_factors(model, fold, some)
     assert found.cross_gram(other).shape == (0, 2)
-    assert psg.cross_gram(other, found).shape == (2, 0)
+    assert other.cross_gram(found).shape == (2, 0)
 
 
 def test_the_next_batch_is_compared_as_ever():

@@ -349,9 +349,8 @@ def test_one_line_says_that_a_class_computes_what_its_base_does():
         psg.per_sample_grad_norms(model, checkpointed, (x,))
     psg.register_rule(Thin, like=nn.Linear)
     agree_with_loop(CHECKPOINTED, model, (x,))
-    for wrong, error_type in ((nn.Module, KeyError), (nn.Conv1d, TypeError)):
-        with pytest.raises(error_type):
-            psg.register_rule(Thin, like=wrong)
+    with pytest.raises(KeyError):
+        psg.register_rule(Thin, like=nn.Module)
 
 
 COUPLED = [
