@@ -14,13 +14,10 @@ from typing import Any
 import torch
 from torch._utils import _take_tensors
 
-from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.backends.local import default_device, in_use
-from xla_replica.backends.overlapped_sum import OverlappedSum
 from xla_replica.backends.replica import Replica
 from xla_replica.backends.sharded_sum import (
     ShardedParameters,
-    ShardedSum,
     living,
     local,
     num_copies,
@@ -113,6 +110,7 @@ class DistributedReplica(Replica):
             device_in_group() if device is None else device,
             reason,
         )
+        self.overlaps = self.num_replicas > 1
         self.shards = ShardedParameters(self.num_replicas)
 
     def _all_reduce_(self, tensors: list[torch.Tensor]) -> None:
@@ -124,19 +122,6 @@ class DistributedReplica(Replica):
             parts = flat.split([tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts):
                 tensor.copy_(part.view_as(tensor))
-
-    def gradient_sum(
-        self,
-        may_begin: Callable[[], bool],
-        overlap: bool = True,
-        parameters: Sequence[torch.Tensor] = (),
-        shards: bool = True,
-    ) -> GradientSum:
-        if self.is_sharded(parameters):
-            return ShardedSum(self, may_begin, self.shards, whole=not shards)
-        if overlap and self.num_replicas > 1:
-            return OverlappedSum(self, may_begin, self.begin_sum)
-        return super().gradient_sum(may_begin, overlap)
 
     def is_sharded(self, parameters: Sequence[torch.Tensor]) -> bool:
         return any(map(is_sharded, parameters))

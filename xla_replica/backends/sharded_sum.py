@@ -13,16 +13,18 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xla_replica.backends.gradient_sum import Begin, GradientSum
-from xla_replica.backends.replica import Replica
 from xla_replica.device.gradients import accumulation_hook, weak_hook
 from xla_replica.device.sharded import is_sharded
+
+if TYPE_CHECKING:
+    from xla_replica.backends.replica import Replica
 
 Hook = Callable[[torch.Tensor], None]
 
@@ -177,22 +179,16 @@ class ShardedSum(GradientSum):
     Args:
         replica: The replica.
         may_begin: See `GradientSum`.
-        shards: What is known of the sharded parameters.
-        begin: Begins to sum parts over members; see `Replica.begin_sum`.
         whole: Gradients of whole parameters add up without communication until the last
             backward pass, which takes their memory.
     """
 
     def __init__(
-        self,
-        replica: Replica,
-        may_begin: Callable[[], bool],
-        shards: ShardedParameters,
-        begin: Begin | None = None,
-        whole: bool = False,
+        self, replica: Replica, may_begin: Callable[[], bool], whole: bool = False
     ) -> None:
         super().__init__(replica, may_begin)
-        self._shards, self._begin, self._is_whole = shards, begin, whole
+        self._shards: ShardedParameters = replica.shards
+        self._begin, self._is_whole = replica.sums_parts(), whole
         self._places: list[GradientPlace] = []
         self._units: dict[Any, list[nn.Parameter]] = {}  # and what each of them gathers
         self._hooked: set[nn.Parameter] = set()

@@ -215,11 +215,7 @@ class RowUnits:
 
     def drop_step(self) -> None:
         """Forgets the largest numbers of the step."""
-        self.found = {}
-        if self.is_lazy:
-            self.seen = torch.zeros_like(self.seen)
-        else:
-            self.seen.zero_()
+        self.found, self.seen = {}, torch.zeros_like(self.seen)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the peaks of every tensor's rows, by its name."""

@@ -22,10 +22,8 @@ import torch
 from torch._utils import _take_tensors
 
 from xla_replica.backends.distributed import BUCKET_BYTES
-from xla_replica.backends.gradient_sum import GradientSum
-from xla_replica.backends.overlapped_sum import OverlappedSum
+from xla_replica.backends.gradient_sum import Begin
 from xla_replica.backends.replica import Replica, listed
-from xla_replica.backends.sharded_sum import ShardedSum
 from xla_replica.common.trees import map_tensors
 from xla_replica.device.sharded import joined_parts, parts_of
 from xla_replica.errors import MemberLost, ReplicaError, Stopped
@@ -44,6 +42,7 @@ _NOT_HEARD = "it is not heard of any more"
 _OF_DEVICES = (
     "sync", "wait", "fetch", "send", "rng_state", "set_rng_state", "check_parameters",
     "is_sharded", "local", "sum_over_shards", "on_gradient", "read_shards",
+    "shards",
 )  # fmt: skip
 _MOST_ATTEMPTS = 20  # of the same members, to connect where they meet
 
@@ -81,10 +80,10 @@ class MemberReplica(Replica):
     ) -> None:
         reason = f"of a member of a live run; {inner.reason}"
         super().__init__(inner.rank, inner.num_replicas, inner.device, reason)
-        self._membership, self._inner = membership, inner
+        self._membership, self._inner, self.overlaps = membership, inner, self.is_host
         # What concerns the device alone is as the backend has it.
-        for verb in _OF_DEVICES:
-            setattr(self, verb, getattr(inner, verb))
+        for name in _OF_DEVICES:
+            setattr(self, name, getattr(inner, name))
         self._patience = options.patience_seconds
         self._timeout = options.timeout_seconds
         address = membership.store_address if membership else ""
@@ -113,10 +112,6 @@ class MemberReplica(Replica):
     def wants_change(self) -> bool:
         return self._membership is not None and self._membership.someone_waits
 
-    @property
-    def generation(self) -> int:
-        return self.met.number if self.met else 0
-
     def seed(self, seed: int) -> None:
         self._inner.seed(seed + self.rank - self._inner.rank)  # which it adds
 
@@ -140,8 +135,8 @@ class MemberReplica(Replica):
         Args: See `Offer`.
         """
         self._drop_group()
-        attempts: list[tuple[str, ...]] = []  # the members of each
-        while not _repeats(attempts):
+        num_same, last = 0, tuple[str, ...]()  # attempts of the same members
+        while num_same < _MOST_ATTEMPTS:
             found: Any = None
             if self._membership:
                 try:
@@ -154,11 +149,12 @@ class MemberReplica(Replica):
                 raise Stopped(*found["stopped"])
             self._take(Generation.of(found["met"]), found["me"])
             try:
-                self._exchange(self._join)
+                self.together([self._join] if self.brings else [])
                 return self.met
             except MemberLost:
                 self._drop_group()
-            attempts.append(self.met.members)
+            num_same = num_same + 1 if self.met.members == last else 1
+            last = self.met.members
         raise ReplicaError(
             f"the same members have met {_MOST_ATTEMPTS} times, and have not been able "
             "to connect: they reach the lighthouse, but perhaps not each other's "
@@ -169,6 +165,7 @@ class MemberReplica(Replica):
     def _take(self, generation: Generation, me: str) -> None:
         """Takes its place in a generation."""
         self.met, self._is_broken = generation, False
+        self.generation = generation.number
         self.member = generation.members.index(me)
         sizes = [offer.num_replicas for offer in generation.offers]
         *self._firsts, self.num_replicas = itertools.accumulate(sizes, initial=0)
@@ -196,38 +193,24 @@ class MemberReplica(Replica):
 
     # --- with other members ---------------------------------------------------------
 
-    def _lead(self, exchange: Callable[[], None]) -> None:
-        """Runs what the first replica of this member does with those of others, there.
-
-        Raises MemberLost on all replicas of the member if it does.
-        """
-        lost: MemberLost | None = None
-        if self.leads:
-            try:
-                exchange()
-            except MemberLost as error:
-                lost = error
-        if not self._slice.is_told(lost is None):
-            self._is_broken = True
-            raise lost or self._loss("what its first replica does", "which knows why")
-
     def together(self, waits: Iterable[Callable[[], None]]) -> None:
         lost: MemberLost | None = None
         try:
             super().together(waits)
         except MemberLost as error:
-            self._slice.note_loss(self._keys)  # to who waits for others of that member
             lost = error
+            if self._has_shards:  # others of this member wait for those of that one
+                self._slice.note_loss(self._keys)
         if self.in_member(lost is not None):
             self._is_broken = True
-            raise lost or self._loss("a sum of shards", "which another replica knows")
+            raise lost or self._loss("a collective", "which another replica knows")
 
-    def _exchange(self, exchange: Callable[[], None]) -> None:
-        """Runs what those do that have a group: first replicas, or all with parts."""
-        if self._has_shards:
-            self.together([exchange])
-        else:
-            self._lead(exchange)
+    def _lead(self, exchange: Callable[[], None]) -> None:
+        """Runs what the first replica of this member does with those of others, there.
+
+        Raises MemberLost on all replicas of the member if it does.
+        """
+        self.together([exchange] if self.leads else [])
 
     def _join(self) -> None:
         if not self._is_alone:
@@ -296,8 +279,8 @@ class MemberReplica(Replica):
     @property
     def _is_alone(self) -> bool:
         """Whether there is no other member to sum with. It is not after a loss."""
-        has_others = self.met is not None and len(self.met.members) > 1
-        return not has_others and not self._is_broken
+        is_one = self.met is None or len(self.met.members) == 1
+        return is_one and not self._is_broken
 
     @property
     def _is_cut_off(self) -> bool:
@@ -377,33 +360,22 @@ class MemberReplica(Replica):
             elif not self.is_host:  # told below
                 self.sync()  # as `fetch` begins: the same program
                 on_host = [torch.empty(each.shape, dtype=each.dtype) for each in sums]
-            for own, sent in zip(_buckets(tensors), _buckets(on_host)):
+            buckets = (_take_tensors(each, BUCKET_BYTES) for each in (tensors, on_host))
+            for own, sent in zip(*buckets):
                 flat = torch.cat([tensor.detach().reshape(-1) for tensor in sent])
                 self._sum_over_members("all_reduce_", flat)
                 parts = self.send(flat).split([tensor.numel() for tensor in own])
                 for tensor, part in zip(own, parts):
                     tensor.copy_(part.view_as(tensor))
 
-    def gradient_sum(
-        self,
-        may_begin: Callable[[], bool],
-        overlap: bool = True,
-        parameters: Sequence[torch.Tensor] = (),
-        shards: bool = True,
-    ) -> GradientSum:
-        if self.is_sharded(parameters):
-            if not self.is_host:
-                raise TypeError(
-                    "live members whose model FSDP2 shards compute on CPUs so far: "
-                    "train it without LIVE_LIGHTHOUSE, or keep it whole"
-                )
-            self._has_shards, inner = True, self._inner
-            self._shards: Any = inner.shards  # type: ignore[attr-defined]
-            begin = self._begin_over_members
-            return ShardedSum(self, may_begin, self._shards, begin, whole=not shards)
-        if self.is_host and overlap:
-            return OverlappedSum(self, may_begin, self.begin_sum)
-        return super().gradient_sum(may_begin, overlap, parameters)
+    def sums_parts(self) -> Begin:
+        if not self.is_host:
+            raise TypeError(
+                "live members whose model FSDP2 shards compute on CPUs so far: "
+                "train it without LIVE_LIGHTHOUSE, or keep it whole"
+            )
+        self._has_shards = True
+        return self._begin_over_members
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Begins a sum over members, in the order of all others; a slice makes it.
@@ -471,6 +443,10 @@ class MemberReplica(Replica):
         it calls this again.
         """
 
+        receives = self.member in receivers and self.member != source
+        own, (state, shapes) = state, parts_of(state)
+        common = common, shapes
+
         def broadcast(tensor: torch.Tensor) -> None:
             self._wait("share", methodcaller("broadcast", tensor, source))
 
@@ -478,7 +454,6 @@ class MemberReplica(Replica):
             nonlocal common, state
             if self._is_alone:
                 return
-            receives = self.member in receivers and self.member != source
             sent = common, map_tensors(state, lambda tensor: tensor.to("meta"))
             common, form = send_state(sent, self.member == source, broadcast)
             if receives:
@@ -490,19 +465,16 @@ class MemberReplica(Replica):
                 self._bring(self._pieces, source, receivers)
                 self._pieces = None
 
+        self.together([exchange] if self.brings else [])
+        common, shapes = common
+        if receives and self.brings:
+            like = self.shards.places if self._has_shards else []
+            own = joined_parts(state, shapes, like)
         if self._has_shards:
-            receives = self.member in receivers and self.member != source
-            own, (state, shapes) = state, parts_of(state)
-            common = common, shapes
-            self.together([exchange])
-            common, shapes = common
-            if receives:
-                own = joined_parts(state, shapes, self._shards.places)
             return common, own
-        self._lead(exchange)
         if self.member in receivers:
-            state = self._slice.share(state)
-        return self._slice.share(common), state
+            own = self._slice.share(own)
+        return self._slice.share(common), own
 
     def _bring(self, pieces: Pieces, source: int, receivers: Sequence[int]) -> None:
         """Sends and receives pieces; raises MemberLost if some have not come."""
@@ -521,13 +493,3 @@ def _ends_soon(work: Any) -> bool:
         return work.wait(timedelta(seconds=_LOOK_SECONDS))
     except RuntimeError:  # or it has only not ended yet
         return work.is_completed() and work.wait()
-
-
-def _repeats(attempts: Sequence[tuple[str, ...]]) -> bool:
-    """Returns whether the last attempts are as many as may be of the same members."""
-    last = attempts[-_MOST_ATTEMPTS:]
-    return len(last) == _MOST_ATTEMPTS and len({*last}) == 1
-
-
-def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    return list(_take_tensors(tensors, BUCKET_BYTES))

@@ -58,6 +58,7 @@ class Membership:
         was_silent: Whether the others had reason to take it for dead since it last met
             them. Then it must meet them again: what they had begun to sum before they
             went on without it may still end.
+        has_lost: Whether a member of the generation is not heard of any more.
         generation: The last one that it was in; None before the first.
         settings: What members must have in common, as plain values by name.
         is_behind: Whether a checkpoint is newer than this member's state.
@@ -88,7 +89,7 @@ class Membership:
         # After members that have joined and gone nobody joins for a while.
         self._pause, self._admits_at = 0.0, 0.0
         self._heard_at = time.monotonic()  # when the lighthouse last heard of this one
-        self._lost: frozenset[str] = frozenset()
+        self.has_lost = False
         self.host, self._client = self._connect()
         if options.interface:
             self.host = _address_of(options.interface)
@@ -148,10 +149,9 @@ class Membership:
         self._store.delete_key(_HANGS)
         # The lighthouse answers without one that hangs after this patience, no sooner.
         tells_at = time.monotonic() + self._patience
-        give_up = tells_at + self._patience
         offer = self._offer(mark, is_between, leaves)
         while True:
-            offers = self._ask(offer, give_up)
+            offers = self._ask(offer)
             try:
                 self._check_is_not_left(offers)
                 found = next_generation(offers, self.id, self._token, self._min_members)
@@ -181,7 +181,7 @@ class Membership:
         for member in going.keys() - self._ignored:
             logger.warning(f"{offers[member].name} {going[member]}")
         self._ignored |= {*going}
-        self._lost, self.was_silent, self._is_asking = frozenset(), False, False
+        self.has_lost = self.was_silent = self._is_asking = False
         if last := self.generation:
             self._note_joiners(last, found, mark)
             self._left_out |= {*last.members} - {*found.members}
@@ -247,35 +247,33 @@ class Membership:
                 f"generation {last.number} is gone: start it again"
             )
 
-    def _ask(self, offer: Offer, give_up: float) -> dict[str, Offer]:
+    def _ask(self, offer: Offer) -> dict[str, Offer]:
         """Returns what the members of a quorum offer, by id."""
+        ask = partial(
+            self._client.quorum,
+            self.id,
+            timedelta(seconds=max(self._patience, 1.0)),
+            address="",
+            store_address=offer.store,
+            step=0,
+            world_size=1,
+            data=dataclasses.asdict(offer),
+        )
+        seconds = 0.0
         while True:
             began = time.monotonic()
-            left = give_up - began
-            limit = max(min(left, self._patience), 1.0)
             try:
-                quorum = in_thread(
-                    partial(
-                        self._client.quorum,
-                        self.id,
-                        timedelta(seconds=limit),
-                        address="",
-                        store_address=offer.store,
-                        step=0,
-                        world_size=1,
-                        data=dataclasses.asdict(offer),
-                    ),
-                    self._check_stop,
-                )
+                quorum = in_thread(ask, self._check_stop)
             except (RuntimeError, TimeoutError) as error:
-                if left <= 0 and not self._seen:  # else it is there: time ends nobody
+                # At most what it was to take: this member may have been paused.
+                seconds += min(time.monotonic() - began, self._patience)
+                seconds += self._heartbeat_seconds
+                if seconds > 2 * self._patience and not self._seen:  # else it is there
                     raise ReplicaError(
                         f"the lighthouse at {self._address} has made no quorum for "
                         f"{2 * self._patience:g} s: {error}"
                     ) from error
                 logger.warning(f"the lighthouse is asked again: {error}")
-                # Not while this member was paused.
-                give_up += max(time.monotonic() - began - limit, 0.0)
                 self._quieten_others()
                 time.sleep(self._heartbeat_seconds)
                 continue
@@ -316,11 +314,6 @@ class Membership:
     # --- what the watch knows -------------------------------------------------------
 
     @property
-    def has_lost(self) -> bool:
-        """Whether a member of the generation is not heard of any more."""
-        return bool(self._lost)
-
-    @property
     def someone_waits(self) -> bool:
         """Whether a living process wants to join the generation, or has to."""
         # Fewer than have passed since a death when the others meet.
@@ -356,7 +349,7 @@ class Membership:
             limit = self._heartbeat_seconds
             self._left_out -= {m for m, age in self._seen.items() if age >= limit}
             # A lighthouse that has just started does not know who it will hear of.
-            self._lost = frozenset(m for m in members if self._seen.get(m, 0) >= limit)
+            self.has_lost = any(self._seen.get(m, 0) >= limit for m in members)
 
 
 def in_thread(make: Callable[[], Any], look: Callable[[], Any]) -> Any:
