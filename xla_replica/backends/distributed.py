@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from xla_replica.backends.sharded_sum import (
     local,
     num_copies,
 )
+from xla_replica.common.trees import Tensors
 from xla_replica.device.sharded import is_sharded
 from xla_replica.errors import ReplicaError
 
@@ -123,15 +124,13 @@ class DistributedReplica(Replica):
             for tensor, part in zip(bucket, parts):
                 tensor.copy_(part.view_as(tensor))
 
-    def is_sharded(self, parameters: Sequence[torch.Tensor]) -> bool:
+    def is_sharded(self, parameters: Tensors) -> bool:
         return any(map(is_sharded, parameters))
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         return local(tensor)
 
-    def sum_over_shards(
-        self, numbers: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def sum_over_shards(self, numbers: Tensors, tensors: Tensors) -> list[torch.Tensor]:
         sums = list(numbers)
         parts = [n for n, tensor in enumerate(tensors) if is_sharded(tensor)]
         if parts:
@@ -209,7 +208,7 @@ class DistributedReplica(Replica):
             torch.distributed.all_reduce(flag)
             flag.cpu()
 
-    def check_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+    def check_parameters(self, parameters: Tensors) -> None:
         self.shards.add(parameters)
         if _are_wrapped(parameters):
             gc.collect()  # a wrapper that nothing refers to is not in the way
@@ -222,7 +221,7 @@ class DistributedReplica(Replica):
             )
 
     @contextlib.contextmanager
-    def _named(self, verb: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    def _named(self, verb: str, tensors: Tensors) -> Iterator[None]:
         """Raises a ReplicaError with the replica, the collective and usual causes."""
         device = tensors[0].device
         if device.type == "xla":
@@ -246,7 +245,7 @@ class DistributedReplica(Replica):
             ) from error
 
 
-def _are_wrapped(parameters: Sequence[torch.Tensor]) -> bool:
+def _are_wrapped(parameters: Tensors) -> bool:
     """Returns whether a DistributedDataParallel wrapper has any of these parameters.
 
     Neither they nor their modules know of it.

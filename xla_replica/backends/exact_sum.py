@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from xla_replica.backends.gradient_sum import Pass
 from xla_replica.backends.overlapped_sum import BucketedSum, bucketed
 from xla_replica.backends.replica import Replica
 from xla_replica.backends.sharded_sum import ShardedSum, local
+from xla_replica.common.trees import Tensors
 from xla_replica.device.gradients import weak_hook
 from xla_replica.device.row_units import RowTotal, RowUnits, num_rows
 from xla_replica.device.sharded import is_sharded, whole
@@ -131,10 +133,8 @@ class ExactSum(BucketedSum):
         if self._overlap:
             self._note_in_passes(parameters)
 
-    def prepare_backward(
-        self, is_first: bool, is_last: bool, divisor: int | None, counts: bool
-    ) -> None:
-        self._is_last, self._overlaps = is_last, None
+    def prepare_backward(self, now: Pass) -> None:
+        self._is_last, self._overlaps = now.is_last, None
         for bucket in self._buckets:
             bucket.num_missing = len(bucket.slots)
 
@@ -150,7 +150,7 @@ class ExactSum(BucketedSum):
                 if self._is_last:
                     self._begin(self._buckets)
 
-    def _complete(self, bucket: Bucket) -> Sequence[torch.Tensor]:
+    def _complete(self, bucket: Bucket) -> Tensors:
         for slot in bucket.slots.values():
             if slot.total.is_stale:
                 slot.total.zero_()
@@ -182,7 +182,7 @@ class ExactSum(BucketedSum):
                 slot.is_early = slot.num_noted == 1
             slot.num_noted, slot.rounded, parameter.grad = 0, None, None
 
-    def sum_(self, others: Sequence[torch.Tensor], divisor: Any) -> None:
+    def sum_(self, others: Tensors, divisor: Any) -> None:
         self._divisor = 1 if divisor is None else divisor
         if self._is_lazy:  # one collective
             own = [part for bucket in self._buckets for part in bucket.parts]
@@ -194,7 +194,7 @@ class ExactSum(BucketedSum):
         for bucket in self._buckets:
             self._wait(bucket)
 
-    def sum_zeros(self, others: Sequence[torch.Tensor]) -> None:
+    def sum_zeros(self, others: Tensors) -> None:
         self._zero()
         self.sum_(others, None)
         self._zero()
@@ -255,10 +255,8 @@ class ShardedExactSum(ShardedSum):
 
     # --- the passes -----------------------------------------------------------------
 
-    def prepare_backward(
-        self, is_first: bool, is_last: bool, divisor: int | None, counts: bool
-    ) -> None:
-        super().prepare_backward(is_first, is_last, divisor, counts)
+    def prepare_backward(self, now: Pass) -> None:
+        super().prepare_backward(now)
         self._rounded.clear()
         self._summed.clear()  # it is in totals, and no longer in ``.grad``
 
@@ -347,7 +345,7 @@ class ShardedExactSum(ShardedSum):
 
     # --- the sum --------------------------------------------------------------------
 
-    def sum_(self, others: Sequence[torch.Tensor], divisor: Any) -> None:
+    def sum_(self, others: Tensors, divisor: Any) -> None:
         self._divisor = 1 if divisor is None else divisor
         super().sum_(others, None)
 
@@ -373,7 +371,7 @@ class ShardedExactSum(ShardedSum):
         first = rows.start + parameter.device_mesh.get_coordinate()[-1] * length
         return slice(first, first + len(local(parameter)))
 
-    def _norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    def _norm(self, parameters: Tensors) -> torch.Tensor:
         """Returns the norm of whole gradients, as torch does, one after another."""
         gradients: Any = (whole(parameter.grad) for parameter in parameters)
         norms = [torch._foreach_norm([each])[0] for each in gradients]

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from xla_replica.backends.gradient_sum import GradientSum, divide_
+from xla_replica.backends.gradient_sum import GradientSum, Pass, divide_
+from xla_replica.common.trees import Tensors
 from xla_replica.device.device_traits import traits
 from xla_replica.device.gradients import AccumulationNote, weak_hook
 
@@ -157,7 +158,7 @@ class BucketedSum(GradientSum):
                 parts = self._complete(bucket)
                 bucket.waits = [self._replica.begin_sum(part) for part in parts]
 
-    def _complete(self, bucket: Any) -> Sequence[torch.Tensor]:
+    def _complete(self, bucket: Any) -> Tensors:
         """Brings in what a bucket lacks; returns what replicas sum of it."""
         raise NotImplementedError
 
@@ -255,19 +256,16 @@ class OverlappedSum(BucketedSum):
 
     # --- the backward pass ----------------------------------------------------------
 
-    def prepare_backward(
-        self, is_first: bool, is_last: bool, divisor: int | None, counts: bool
-    ) -> None:
-        del counts  # no pass is run for its collectives alone
+    def prepare_backward(self, now: Pass) -> None:
         self._end()
-        self._is_first = is_first
-        self._moves_later = bool(self._once) and not is_last and self._is_host
+        self._is_first = now.is_first
+        self._moves_later = bool(self._once) and not now.is_last and self._is_host
         # A lazy device would compile a program for each number; see `sum_`.
-        self._divide_by(None if self._is_lazy else divisor)
-        if is_last and self._once is None:
+        self._divide_by(None if self._is_lazy else now.divisor)
+        if now.is_last and self._once is None:
             self._counts = True
             self._appeared.clear()
-        elif is_last and self._once:
+        elif now.is_last and self._once:
             self._overlaps = None
             for bucket in self._buckets:
                 bucket.num_missing = len(bucket.places)
@@ -306,7 +304,7 @@ class OverlappedSum(BucketedSum):
         bucket.num_missing -= 1
         self._begin(self._buckets[:-1])  # the last one takes others along, see `sum_`
 
-    def _complete(self, bucket: Bucket) -> Sequence[torch.Tensor]:
+    def _complete(self, bucket: Bucket) -> Tensors:
         self._gather(bucket)
         bucket.divide_rest_()
         return [bucket.flat]
@@ -334,9 +332,7 @@ class OverlappedSum(BucketedSum):
 
     # --- the sum --------------------------------------------------------------------
 
-    def sum_(
-        self, others: Sequence[torch.Tensor], divisor: int | torch.Tensor | None
-    ) -> None:
+    def sum_(self, others: Tensors, divisor: int | torch.Tensor | None) -> None:
         if self._is_late:
             raise ValueError(
                 "a gradient was accumulated twice in the last minibatch of a step: "
@@ -362,13 +358,13 @@ class OverlappedSum(BucketedSum):
         if not self._has_order:
             self._learn_order()
 
-    def sum_zeros(self, others: Sequence[torch.Tensor]) -> None:
+    def sum_zeros(self, others: Tensors) -> None:
         self._has_order = True  # buckets stay, and with them what they hold
         for bucket in self._buckets:
             self._gather(bucket)
         super().sum_zeros(others)
 
-    def _tail_of(self, others: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def _tail_of(self, others: Tensors) -> torch.Tensor | None:
         """Returns the others, in the last bucket; None if they do not fit in there."""
         size = sum(other.numel() for other in others)
         if not self._buckets or not 0 < size <= TAIL:

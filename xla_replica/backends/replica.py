@@ -12,7 +12,7 @@ import abc
 import functools
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from xla_replica.backends.objects import check_equal, gather_objects
 from xla_replica.backends.overlapped_sum import OverlappedSum
 from xla_replica.backends.sharded_sum import ShardedSum
 from xla_replica.common.arguments import check_integer
-from xla_replica.common.trees import map_tensors, tensors_in
+from xla_replica.common.trees import NamedTensors, Tensors, map_tensors, tensors_in
 from xla_replica.device.device_traits import traits
 from xla_replica.device.gradients import accumulation_hook
 from xla_replica.device.loader import load_ahead
@@ -148,7 +148,7 @@ class Replica(abc.ABC):
         for wait in waits:
             wait()
 
-    def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
+    def all_reduce_(self, tensors: Tensors) -> None:
         """Replaces each tensor by its sum over all replicas, in place.
 
         Every replica must bring tensors of the same shapes and dtypes in the same
@@ -168,7 +168,7 @@ class Replica(abc.ABC):
         self,
         may_begin: Callable[[], bool],
         overlap: bool = True,
-        parameters: Sequence[torch.Tensor] = (),
+        parameters: Tensors = (),
         shards: bool = True,
     ) -> GradientSum:
         """Returns what holds gradients and sums them over replicas.
@@ -195,7 +195,7 @@ class Replica(abc.ABC):
 
     # --- sharded parameters, of which every replica holds a part --------------------
 
-    def is_sharded(self, parameters: Sequence[torch.Tensor]) -> bool:
+    def is_sharded(self, parameters: Tensors) -> bool:
         """Returns whether a replica holds only parts of any of these parameters.
 
         Every replica must then run every forward and backward pass.
@@ -207,9 +207,7 @@ class Replica(abc.ABC):
         """Returns what this replica holds of a tensor: a part if it is sharded."""
         return tensor
 
-    def sum_over_shards(
-        self, numbers: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def sum_over_shards(self, numbers: Tensors, tensors: Tensors) -> list[torch.Tensor]:
         """Completes sums over the numbers of tensors, of which this replica has parts.
 
         Args:
@@ -219,9 +217,7 @@ class Replica(abc.ABC):
         del tensors
         return list(numbers)
 
-    def write_shards(
-        self, folder: Path, tensors: Mapping[str, torch.Tensor]
-    ) -> dict[str, str]:
+    def write_shards(self, folder: Path, tensors: NamedTensors) -> dict[str, str]:
         """Writes tensors in torch.distributed.checkpoint's format. Collective.
 
         Args:
@@ -237,10 +233,7 @@ class Replica(abc.ABC):
         return write_parts(self, folder, tensors)
 
     def read_shards(
-        self,
-        folder: Path,
-        wanted: Mapping[str, torch.Tensor],
-        like: Sequence[torch.Tensor],
+        self, folder: Path, wanted: NamedTensors, like: Tensors
     ) -> dict[str, torch.Tensor]:
         """Returns what any number of replicas wrote by `write_shards`. Collective.
 
@@ -287,7 +280,7 @@ class Replica(abc.ABC):
     def _all_to_all(self, value: torch.Tensor) -> torch.Tensor:
         return self.all_gather(value)[:, self.rank]
 
-    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+    def broadcast_(self, tensors: Tensors, source: int = 0) -> None:
         """Replaces each tensor by that of replica ``source``, in place."""
         check_integer("broadcast_: source", source, 0, self.num_replicas - 1)
         tensors = listed("broadcast_", tensors)
@@ -336,7 +329,7 @@ class Replica(abc.ABC):
             return torch.full((1,), value, dtype=dtype, device=self.device)
         return torch.tensor([value], dtype=dtype).to(self.device)
 
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def fetch(self, tensors: Tensors) -> list[torch.Tensor]:
         """Returns copies of tensors on the host, in one transfer where possible.
 
         Blocks until they are computed. No other verb reads a device back, except
@@ -393,7 +386,7 @@ class Replica(abc.ABC):
         """
         check_equal(self, what, value, remedy)
 
-    def check_parameters(self, parameters: Sequence[torch.Tensor]) -> None:  # noqa: B027
+    def check_parameters(self, parameters: Tensors) -> None:  # noqa: B027
         """Raises TypeError if something else sums these parameters' gradients already.
 
         Call it once, before training: it may look at every object of the process.

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from xla_replica.backends.gradient_sum import Begin, GradientSum
+from xla_replica.backends.gradient_sum import Begin, GradientSum, Pass
+from xla_replica.common.trees import Tensors
 from xla_replica.device.gradients import accumulation_hook, weak_hook
 from xla_replica.device.sharded import is_sharded
 
@@ -123,7 +124,7 @@ class ShardedParameters:
         self.places: Any = WeakIdKeyDictionary()
         self.units: Any = WeakIdKeyDictionary()
 
-    def add(self, parameters: Sequence[torch.Tensor]) -> None:
+    def add(self, parameters: Tensors) -> None:
         """Finds out which modules shard these parameters; nothing, if none does.
 
         Raises:
@@ -231,24 +232,22 @@ class ShardedSum(GradientSum):
 
     # --- the passes -----------------------------------------------------------------
 
-    def prepare_backward(
-        self, is_first: bool, is_last: bool, divisor: int | None, counts: bool
-    ) -> None:
-        if not is_first:
+    def prepare_backward(self, now: Pass) -> None:
+        if not now.is_first:
             self._check_copied()
         self._reduced.clear()
-        self._is_last, self._newest = is_last, None
+        self._is_last, self._newest = now.is_last, None
         for place in self._places:
-            place.counts, place.has_new = counts, False
+            place.counts, place.has_new = now.counts, False
         for unit in self._units:
-            is_summed = is_last or not self._is_whole
+            is_summed = now.is_last or not self._is_whole
             unit.set_requires_gradient_sync(is_summed, recurse=False)
-            unit.set_requires_all_reduce(is_last, recurse=False)
+            unit.set_requires_all_reduce(now.is_last, recurse=False)
         for parameter in self._sharded():
             # FSDP2 adds to what there is, which may be zeros until the last pass.
-            if is_last if self.accumulates_elsewhere(parameter) else is_first:
+            if now.is_last if self.accumulates_elsewhere(parameter) else now.is_first:
                 parameter.grad = None
-            elif is_first:
+            elif now.is_first:
                 parameter.grad = self.gradients[parameter].zero_()
 
     def note(self, parameter: nn.Parameter) -> None:
@@ -318,9 +317,7 @@ class ShardedSum(GradientSum):
 
     # --- the sum --------------------------------------------------------------------
 
-    def sum_(
-        self, others: Sequence[torch.Tensor], divisor: int | torch.Tensor | None
-    ) -> None:
+    def sum_(self, others: Tensors, divisor: int | torch.Tensor | None) -> None:
         sharded = list(self._sharded())
         if sharded and not self._reduced:
             raise ValueError(
@@ -344,15 +341,13 @@ class ShardedSum(GradientSum):
         if divisor is not None:
             self.divide_(divisor)
 
-    def clip_(
-        self, parameters: Sequence[nn.Parameter], max_norm: float
-    ) -> torch.Tensor:
+    def clip_(self, parameters: Tensors, max_norm: float) -> torch.Tensor:
         norm = self._norm(parameters)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(self.tensors, factor)
         return norm
 
-    def _norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    def _norm(self, parameters: Tensors) -> torch.Tensor:
         squares = [_square(local(parameter.grad)) for parameter in parameters]
         squares = self._replica.sum_over_shards(squares, parameters)
         return torch.stack(squares).sum().sqrt()

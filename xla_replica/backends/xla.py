@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from xla_replica.backends.replica import Replica, listed
-from xla_replica.common.trees import map_tensors
+from xla_replica.common.trees import Tensors, map_tensors
 from xla_replica.device.device_traits import traits
 from xla_replica.device.seeding import check_seed
 from xla_replica.errors import ReplicaError
@@ -113,7 +113,7 @@ class XlaReplica(Replica):
         with self.waiting():
             self._xm.wait_device_ops([str(self._xm._xla_real_device(self.device))])
 
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def fetch(self, tensors: Tensors) -> list[torch.Tensor]:
         tensors = listed("fetch", tensors)
         if not tensors:
             return []

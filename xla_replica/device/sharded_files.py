@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from xla_replica.common.files import sha256
+from xla_replica.common.trees import NamedTensors, Tensors
 from xla_replica.device.sharded import is_sharded
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _OTHERS = {
 
 
 def write_parts(
-    replica: Replica, folder: Path, tensors: Mapping[str, torch.Tensor]
+    replica: Replica, folder: Path, tensors: NamedTensors
 ) -> dict[str, str]:
     """Writes this process's parts of tensors; every process calls it.
 
@@ -58,7 +59,7 @@ def write_parts(
 
 
 def read_parts(
-    folder: Path, wanted: Mapping[str, torch.Tensor], like: Sequence[torch.Tensor]
+    folder: Path, wanted: NamedTensors, like: Tensors
 ) -> dict[str, torch.Tensor]:
     """Returns tensors that `write_parts` wrote on any number of processes.
 

@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from operator import methodcaller
@@ -24,7 +24,7 @@ from torch._utils import _take_tensors
 from xla_replica.backends.distributed import BUCKET_BYTES
 from xla_replica.backends.gradient_sum import Begin
 from xla_replica.backends.replica import Replica, listed
-from xla_replica.common.trees import map_tensors
+from xla_replica.common.trees import NamedTensors, Tensors, map_tensors
 from xla_replica.device.sharded import joined_parts, parts_of
 from xla_replica.errors import MemberLost, ReplicaError, Stopped
 from xla_replica.loader_workers import watch_parents
@@ -344,7 +344,7 @@ class MemberReplica(Replica):
 
     # --- collectives ----------------------------------------------------------------
 
-    def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
+    def all_reduce_(self, tensors: Tensors) -> None:
         tensors = listed("all_reduce_", tensors)
         # The results of a program are in the order in which tensors were written, and a
         # replica without a minibatch has written to them in another one.
@@ -417,9 +417,7 @@ class MemberReplica(Replica):
             return tensor.detach().clone().unsqueeze(0)
         return self.send(self._rows("all_gather", tensor))
 
-    def write_shards(
-        self, folder: Path, tensors: Mapping[str, torch.Tensor]
-    ) -> dict[str, str]:
+    def write_shards(self, folder: Path, tensors: NamedTensors) -> dict[str, str]:
         return self._inner.write_shards(folder, tensors) if self.member == 0 else {}
 
     def _broadcast_(self, tensors: list[torch.Tensor], source: int) -> None:

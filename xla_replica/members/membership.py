@@ -65,10 +65,7 @@ class Membership:
     """
 
     def __init__(
-        self,
-        lighthouse: str,
-        options: LiveOptions = DEFAULTS,
-        num_replicas: int = 1,
+        self, lighthouse: str, options: LiveOptions = DEFAULTS, num_replicas: int = 1
     ) -> None:
         self._address = lighthouse.rstrip("/")
         self._token, self._min_members = options.token, options.min_members

@@ -128,41 +128,52 @@ class _Place:
 
     Processes of a member are started as torchrun starts them; if one dies, so do all.
 
-    Attributes:
+    Args:
         update_file: Which a member makes that has made an update.
+        command: What each process runs.
+        environment: Theirs, beside RANK, WORLD_SIZE and their like if they are several.
+        number: How many processes a member has.
+
+    Attributes:
         processes: Those of the member which runs there.
         num_failed: Members that have, one after another without an update.
         starts_at: When another one starts, where none runs.
     """
 
-    def __init__(self, update_file: Path) -> None:
-        self.update_file = update_file
+    def __init__(
+        self,
+        update_file: Path,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        number: int,
+    ) -> None:
+        self.update_file, self._command, self._number = update_file, command, number
+        self._environment = {**environment, "LIVE_UPDATE_FILE": str(update_file)}
         self.processes: list[subprocess.Popen[bytes]] = []
         self.num_failed, self.starts_at = 0, 0.0
         self._status = 0  # of the first process that has not ended well
 
-    def start(
-        self, command: Sequence[str], environment: Mapping[str, str], number: int
-    ) -> None:
+    def start(self) -> None:
+        """Starts a member."""
         self.update_file.unlink(missing_ok=True)
-        told = {**environment, "LIVE_UPDATE_FILE": str(self.update_file)}
         own: list[dict[str, str]] = [{}]
-        if number > 1:
+        if self._number > 1:
             from torch.distributed import TCPStore
 
             # At which they meet.
             self._store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
             common = {
-                "WORLD_SIZE": str(number),
-                "LOCAL_WORLD_SIZE": str(number),
+                "WORLD_SIZE": str(self._number),
+                "LOCAL_WORLD_SIZE": str(self._number),
                 "MASTER_ADDR": _HOST,
                 "MASTER_PORT": str(self._store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
-            ranks = map(str, range(number))
+            ranks = map(str, range(self._number))
             own = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
         self.processes = [
-            subprocess.Popen(command, env={**told, **each}) for each in own
+            subprocess.Popen(self._command, env={**self._environment, **each})
+            for each in own
         ]
         self._status = 0
 
@@ -191,7 +202,7 @@ class _Place:
 def keep_running(
     script: Sequence[str],
     num_members: int,
-    variables: dict[str, str],
+    variables: Mapping[str, str],
     num_processes: int = 1,
 ) -> int:
     """Runs members, of so many processes each; returns the run's exit status.
@@ -213,28 +224,25 @@ def keep_running(
             how = "--standalone", f"--nproc-per-node={num_processes}"
             started = ["torchrun", *how, *script]
         logger.info(f"another member: . {folder}/variables; {shlex.join(started)}")
-        places = [_Place(folder / str(number)) for number in range(num_members)]
+        how_started = command, {**os.environ, **variables}, num_processes
+        files = [folder / str(number) for number in range(num_members)]
+        places = [_Place(update_file, *how_started) for update_file in files]
         try:
-            return _fill(places, command, {**os.environ, **variables}, num_processes)
+            return _fill(places)
         except KeyboardInterrupt:
             return 130
         finally:
             _end([process for place in places for process in place.processes])
 
 
-def _fill(
-    places: list[_Place],
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    num_processes: int,
-) -> int:
+def _fill(places: list[_Place]) -> int:
     """Has a member in every place until the run is over; see `keep_running`."""
     left = 0
     statuses: list[int | None] = []  # of who has died, None after an update
     while places:
         for place in places:
             if not place.processes and time.monotonic() >= place.starts_at:
-                place.start(command, environment, num_processes)
+                place.start()
         time.sleep(_LOOK_SECONDS)
         for place in [*places]:
             status = place.poll()
