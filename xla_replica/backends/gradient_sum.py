@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
+from xla_replica.common.trees import Tensors
+
 if TYPE_CHECKING:
-    from xla_replica.common.trees import Tensors
-from xla_replica.backends.replica import Replica
+    from xla_replica.backends.replica import Replica
 
 # Begins to sum a tensor over replicas, in place; returns what waits for it.
 Begin = Callable[[torch.Tensor], Callable[[], None]]

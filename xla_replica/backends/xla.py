@@ -25,14 +25,14 @@ class XlaReplica(Replica):
 
     Args:
         reason: Why `current` chose this backend, for people.
+
+    Attributes:
         waiting: Surrounds what waits for the device, and so for other replicas.
     """
 
-    def __init__(
-        self,
-        reason: str,
-        waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> None:
+    waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+    def __init__(self, reason: str) -> None:
         import torch_xla
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
@@ -49,7 +49,6 @@ class XlaReplica(Replica):
                 f"{xr.world_size()}: start them by xla_replica.launch"
             )
         self._torch_xla, self._xm = torch_xla, xm
-        self.waiting = waiting
         self._on_cpu = xr.device_type() == "CPU"
         super().__init__(
             xr.global_ordinal(), xr.world_size(), torch_xla.device(), reason

@@ -30,8 +30,13 @@ from xla_replica.errors import MemberLost, ReplicaError, Stopped
 from xla_replica.loader_workers import watch_parents
 from xla_replica.members.generation import Generation
 from xla_replica.members.host_group import Slice, as_bytes, connect, send_state
-from xla_replica.members.membership import Membership, in_thread, store_at
-from xla_replica.members.options import DEFAULTS, LiveOptions
+from xla_replica.members.membership import (
+    DEFAULTS,
+    LiveOptions,
+    Membership,
+    in_thread,
+    store_at,
+)
 from xla_replica.members.state_pieces import Pieces, deliver, deliveries
 
 logger = logging.getLogger(__name__)

@@ -21,14 +21,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch
 
 from xla_replica.errors import ReplicaError, Stopped, Superseded
 from xla_replica.members.generation import Generation, Offer, next_generation, prove
-from xla_replica.members.options import DEFAULTS, LiveOptions
 from xla_replica.stopping import stop_requested
 
 logger = logging.getLogger(__name__)
@@ -41,6 +40,43 @@ _HANGS = "hangs"
 _STORE_SECONDS = 5.0
 _SEEN = re.compile(r"(member-[0-9a-f]{32}): seen ([0-9.e+-]+)s ago")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+
+
+class LiveOptions(NamedTuple):
+    """Each of these is the variable ``LIVE_`` and its name, where that is set.
+
+    Attributes:
+        token: A text that all members of the run know.
+        min_members: How many must be there for training to go on.
+        heartbeat_seconds: After how long a member that is not heard of counts as dead:
+            the lighthouse's own option, which must be the same.
+        patience_seconds: For the others, where members meet.
+        timeout_seconds: How late a living member may be at a collective.
+        interface: The network interface by which others reach this member, such as
+            ``eth1``; by default the one that leads to the lighthouse.
+    """
+
+    token: str = ""
+    min_members: int = 1
+    heartbeat_seconds: float = 1.0
+    patience_seconds: float = 300.0
+    timeout_seconds: float = 60.0
+    interface: str = ""
+
+    @classmethod
+    def of_environment(cls) -> LiveOptions:
+        """Returns what the environment says; raises ReplicaError if it errs."""
+        told: dict[str, Any] = {}
+        for option, default in cls._field_defaults.items():
+            text = os.environ.get(name := f"LIVE_{option.upper()}")
+            try:
+                told[option] = default if text is None else type(default)(text)
+            except ValueError as error:
+                raise ReplicaError(f"{name}={text!r}: {error}") from error
+        return cls(**told)
+
+
+DEFAULTS = LiveOptions()
 
 
 class Membership:
