@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from xla_replica.backends.gradient_sum import Pass
+from xla_replica.backends.gradient_sum import GradientSum, Pass
 from xla_replica.backends.overlapped_sum import BucketedSum, bucketed
-from xla_replica.backends.replica import Replica
 from xla_replica.backends.sharded_sum import ShardedSum, local
 from xla_replica.common.trees import Tensors
 from xla_replica.device.gradients import weak_hook
 from xla_replica.device.row_units import RowTotal, RowUnits, num_rows
 from xla_replica.device.sharded import is_sharded, whole
+
+Names = Mapping[nn.Parameter, str]
 
 
 class Slot:
@@ -69,10 +70,7 @@ class Bucket:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        units: RowUnits,
-        names: Mapping[nn.Parameter, str],
+        self, parameters: Sequence[nn.Parameter], units: RowUnits, names: Names
     ) -> None:
         self._units, self.num_missing = units, 0
         self.waits: list[Callable[[], None]] = []
@@ -100,23 +98,18 @@ class ExactSum(BucketedSum):
     gradient of that minibatch alone.
 
     Args:
-        replica, may_begin: See `GradientSum`.
+        floats: Would sum the same gradients as floats.
         units: Those of all parameters.
         names: The parameters' there.
         overlap: Whether gradients are rounded, and sums begin, in the backward pass.
     """
 
     def __init__(
-        self,
-        replica: Replica,
-        may_begin: Callable[[], bool],
-        units: RowUnits,
-        names: Mapping[nn.Parameter, str],
-        overlap: bool,
+        self, floats: GradientSum, units: RowUnits, names: Names, overlap: bool
     ) -> None:
-        super().__init__(replica, may_begin)
+        super().__init__(floats.replica, floats.may_begin)
         self._units, self._names = units, names
-        self._overlap = overlap and not replica.is_lazy
+        self._overlap = overlap and not self._is_lazy
         self._slots: dict[nn.Parameter, Slot] = {}
         self._divisor: int | torch.Tensor = 1
         self._is_last = False
@@ -186,11 +179,11 @@ class ExactSum(BucketedSum):
         self._divisor = 1 if divisor is None else divisor
         if self._is_lazy:  # one collective
             own = [part for bucket in self._buckets for part in bucket.parts]
-            self._replica.all_reduce_([*own, *others])
+            self.replica.all_reduce_([*own, *others])
             return
         self._begin(self._buckets, is_pass=False)
         if others:
-            self._replica.all_reduce_(others)
+            self.replica.all_reduce_(others)
         for bucket in self._buckets:
             self._wait(bucket)
 
@@ -230,15 +223,13 @@ class ShardedExactSum(ShardedSum):
     ``.grad`` is None but in a backward pass and, as the mean, in the update.
 
     Args:
-        floats: Sums the same gradients as floats.
+        floats: Would sum the same gradients as floats.
         units: Those of all parameters.
         names: The parameters' there.
     """
 
-    def __init__(
-        self, floats: ShardedSum, units: RowUnits, names: Mapping[nn.Parameter, str]
-    ) -> None:
-        super().__init__(floats._replica, floats._may_begin, floats._is_whole)
+    def __init__(self, floats: ShardedSum, units: RowUnits, names: Names) -> None:
+        super().__init__(floats.replica, floats.may_begin, floats.is_whole)
         self._row_units, self._names = units, names
         self._totals: dict[nn.Parameter, torch.Tensor] = {}
         self._rounded: set[str] = set()  # in this minibatch

@@ -60,9 +60,8 @@ class GradientSum:
     has_new: bool | None = None
 
     def __init__(self, replica: Replica, may_begin: Callable[[], bool]) -> None:
-        self._replica = replica
+        self.replica, self.may_begin = replica, may_begin
         self._is_lazy = replica.is_lazy
-        self._may_begin = may_begin
         self.gradients: dict[nn.Parameter, torch.Tensor] = {}
 
     @property
@@ -120,8 +119,8 @@ class GradientSum:
             ValueError: A gradient was accumulated after its sum had begun; or sharded
                 gradients were not summed in the last backward pass.
         """
-        if self._replica.num_replicas > 1:  # else the sums are there
-            self._replica.all_reduce_([*self.tensors, *others])
+        if self.replica.num_replicas > 1:  # else the sums are there
+            self.replica.all_reduce_([*self.tensors, *others])
         if divisor is not None:
             divide_(self.tensors, divisor)
 

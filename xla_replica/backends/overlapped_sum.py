@@ -146,7 +146,7 @@ class BucketedSum(GradientSum):
         Other hooks than notes may still change it, or look at its numbers.
         """
         if self._overlaps is None:
-            self._overlaps = self._may_begin()
+            self._overlaps = self.may_begin()
         return self._overlaps and AccumulationNote.all_on(parameter)
 
     def _begin(self, buckets: Iterable[Any], is_pass: bool = True) -> None:
@@ -156,7 +156,7 @@ class BucketedSum(GradientSum):
                 if is_pass and bucket.num_missing:
                     return
                 parts = self._complete(bucket)
-                bucket.waits = [self._replica.begin_sum(part) for part in parts]
+                bucket.waits = [self.replica.begin_sum(part) for part in parts]
 
     def _complete(self, bucket: Any) -> Tensors:
         """Brings in what a bucket lacks; returns what replicas sum of it."""
@@ -343,7 +343,7 @@ class OverlappedSum(BucketedSum):
             tail = self._tail_of(others)
             self._begin(self._buckets, is_pass=False)
             if others and tail is None:
-                self._replica.all_reduce_(others)
+                self.replica.all_reduce_(others)
             for bucket in self._buckets:
                 self._wait(bucket)
                 if divisor is not None and bucket.factor is None:
@@ -383,8 +383,8 @@ class OverlappedSum(BucketedSum):
         parameters = list(self.gradients)
         appeared = {parameter: place for place, parameter in enumerate(self._appeared)}
         places = [appeared.get(parameter, len(parameters)) for parameter in parameters]
-        order = torch.tensor(places, device=self._replica.device).argsort(stable=True)
-        self._replica.broadcast_([order])
+        order = torch.tensor(places, device=self.replica.device).argsort(stable=True)
+        self.replica.broadcast_([order])
         self._fill([parameters[index] for index in order.tolist()])
         self._has_order = True
 

@@ -189,7 +189,7 @@ class ShardedSum(GradientSum):
     ) -> None:
         super().__init__(replica, may_begin)
         self._shards: ShardedParameters = replica.shards
-        self._begin, self._is_whole = replica.sums_parts(), whole
+        self._begin, self.is_whole = replica.sums_parts(), whole
         self._places: list[GradientPlace] = []
         self._units: dict[Any, list[nn.Parameter]] = {}  # and what each of them gathers
         self._hooked: set[nn.Parameter] = set()
@@ -240,7 +240,7 @@ class ShardedSum(GradientSum):
         for place in self._places:
             place.counts, place.has_new = now.counts, False
         for unit in self._units:
-            is_summed = now.is_last or not self._is_whole
+            is_summed = now.is_last or not self.is_whole
             unit.set_requires_gradient_sync(is_summed, recurse=False)
             unit.set_requires_all_reduce(now.is_last, recurse=False)
         for parameter in self._sharded():
@@ -272,7 +272,7 @@ class ShardedSum(GradientSum):
         Those of a module that copies of shards are yet to sum are one tensor of it.
         """
         found = [place.has_new for place in self._copied.values()]
-        if self._is_whole or found == (self._seen or found):
+        if self.is_whole or found == (self._seen or found):
             self._seen = found
             return
         raise ValueError(
@@ -291,7 +291,7 @@ class ShardedSum(GradientSum):
     def _sum_members(self, begin: Begin) -> None:
         self._ready.update(self._units)
         self._begin_ready(begin)
-        self._replica.together([wait for _, _, wait in self._begun])
+        self.replica.together([wait for _, _, wait in self._begun])
         for own, flat, _ in self._begun:
             parts = [self._part(p) for p in own]
             sums = flat.split([part.numel() for part in parts])
@@ -313,7 +313,7 @@ class ShardedSum(GradientSum):
         )
 
     def accumulates_elsewhere(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._copied or (self._is_whole and is_sharded(parameter))
+        return parameter in self._copied or (self.is_whole and is_sharded(parameter))
 
     # --- the sum --------------------------------------------------------------------
 
@@ -337,7 +337,7 @@ class ShardedSum(GradientSum):
         if self._begin is not None:
             self._sum_members(self._begin)
         whole = [self._part(p) for p in self.gradients if not is_sharded(p)]
-        self._replica.all_reduce_([*whole, *others])
+        self.replica.all_reduce_([*whole, *others])
         if divisor is not None:
             self.divide_(divisor)
 
@@ -349,7 +349,7 @@ class ShardedSum(GradientSum):
 
     def _norm(self, parameters: Tensors) -> torch.Tensor:
         squares = [_square(local(parameter.grad)) for parameter in parameters]
-        squares = self._replica.sum_over_shards(squares, parameters)
+        squares = self.replica.sum_over_shards(squares, parameters)
         return torch.stack(squares).sum().sqrt()
 
     def clear(self) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from xla_replica.stopping import SIGNALS
@@ -129,7 +129,7 @@ class _Place:
     Processes of a member are started as torchrun starts them; if one dies, so do all.
 
     Args:
-        update_file: Which a member makes that has made an update.
+        file: Which a member makes that has made an update.
         command: What each process runs.
         environment: Theirs, beside RANK, WORLD_SIZE and their like if they are several.
         number: How many processes a member has.
@@ -141,14 +141,10 @@ class _Place:
     """
 
     def __init__(
-        self,
-        update_file: Path,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        number: int,
+        self, file: Path, command: list[str], environment: dict[str, str], number: int
     ) -> None:
-        self.update_file, self._command, self._number = update_file, command, number
-        self._environment = {**environment, "LIVE_UPDATE_FILE": str(update_file)}
+        self.update_file, self._command, self._number = file, command, number
+        self._environment = {**environment, "LIVE_UPDATE_FILE": str(file)}
         self.processes: list[subprocess.Popen[bytes]] = []
         self.num_failed, self.starts_at = 0, 0.0
         self._status = 0  # of the first process that has not ended well
@@ -200,9 +196,9 @@ class _Place:
 
 
 def keep_running(
-    script: Sequence[str],
+    script: list[str],
     num_members: int,
-    variables: Mapping[str, str],
+    variables: dict[str, str],
     num_processes: int = 1,
 ) -> int:
     """Runs members, of so many processes each; returns the run's exit status.
@@ -226,7 +222,7 @@ def keep_running(
         logger.info(f"another member: . {folder}/variables; {shlex.join(started)}")
         how_started = command, {**os.environ, **variables}, num_processes
         files = [folder / str(number) for number in range(num_members)]
-        places = [_Place(update_file, *how_started) for update_file in files]
+        places = [_Place(file, *how_started) for file in files]
         try:
             return _fill(places)
         except KeyboardInterrupt:
