@@ -181,11 +181,7 @@ class ExactSum(BucketedSum):
             own = [part for bucket in self._buckets for part in bucket.parts]
             self.replica.all_reduce_([*own, *others])
             return
-        self._begin(self._buckets, is_pass=False)
-        if others:
-            self.replica.all_reduce_(others)
-        for bucket in self._buckets:
-            self._wait(bucket)
+        list(self._summed(others))
 
     def sum_zeros(self, others: Tensors) -> None:
         self._zero()

@@ -8,7 +8,7 @@ order in which their gradients appear, and whether or not they have any.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -162,11 +162,15 @@ class BucketedSum(GradientSum):
         """Brings in what a bucket lacks; returns what replicas sum of it."""
         raise NotImplementedError
 
-    @staticmethod
-    def _wait(bucket: Any) -> None:
-        while bucket.waits:
-            bucket.waits[0]()
-            del bucket.waits[0]
+    def _summed(self, others: Tensors) -> Iterator[Any]:
+        """Sums what is not summed yet, and the others; yields buckets as they come."""
+        self._begin(self._buckets, is_pass=False)
+        self.replica.all_reduce_(others)
+        for bucket in self._buckets:
+            while bucket.waits:
+                bucket.waits[0]()
+                del bucket.waits[0]
+            yield bucket
 
     @property
     def _are_under_way(self) -> bool:
@@ -285,6 +289,8 @@ class OverlappedSum(BucketedSum):
             return
         if self._counts:
             self._appeared[parameter] = self._appeared.get(parameter, 0) + 1
+        if self._overlaps:  # of what earlier gradients' notes have all seen by now
+            self._begin(self._buckets[:-1])  # the last takes others along, see `sum_`
         is_whole = self._is_whole(parameter)
         self._is_late |= is_whole and not place.is_missing
         held = self.gradients[parameter] if place.is_elsewhere else place.view
@@ -302,7 +308,6 @@ class OverlappedSum(BucketedSum):
         place.take(bucket.factor)
         place.is_divided, place.is_missing = bucket.factor is not None, False
         bucket.num_missing -= 1
-        self._begin(self._buckets[:-1])  # the last one takes others along, see `sum_`
 
     def _complete(self, bucket: Bucket) -> Tensors:
         self._gather(bucket)
@@ -341,11 +346,7 @@ class OverlappedSum(BucketedSum):
         self._divide_by(divisor if isinstance(divisor, int) else None)
         with torch.no_grad():
             tail = self._tail_of(others)
-            self._begin(self._buckets, is_pass=False)
-            if others and tail is None:
-                self.replica.all_reduce_(others)
-            for bucket in self._buckets:
-                self._wait(bucket)
+            for bucket in self._summed(others if tail is None else []):
                 if divisor is not None and bucket.factor is None:
                     # While the next sums are under way.
                     divide_([bucket.numbers], divisor)

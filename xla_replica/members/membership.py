@@ -111,7 +111,8 @@ class Membership:
         self.id = _new_id()
         self.generation: Generation | None = None
         self._quorum = self._last_quorum = 0  # numbers of the last two
-        self.was_silent = False
+        self.has_lost = self.was_silent = False
+        self._is_asking = False  # for a generation
         self.settings: Mapping[str, Any] = {}
         self.is_behind: Callable[[], bool] = bool
         # Ids of who has left or was refused, and what the watch has seen last.
@@ -122,7 +123,6 @@ class Membership:
         # After members that have joined and gone nobody joins for a while.
         self._pause, self._admits_at = 0.0, 0.0
         self._heard_at = time.monotonic()  # when the lighthouse last heard of this one
-        self.has_lost = False
         self.host, self._client = self._connect()
         if options.interface:
             self.host = _address_of(options.interface)
@@ -130,7 +130,6 @@ class Membership:
             self.host, 0, is_master=True, wait_for_workers=False
         )
         self.store_address = f"{self.host}:{self._store.port}"
-        self._is_asking = False  # for a generation
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="members", daemon=True)
         atexit.register(self._end)
