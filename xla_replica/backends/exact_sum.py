@@ -137,7 +137,7 @@ class ExactSum(BucketedSum):
         if slot is None:  # unfrozen since
             return
         slot.num_noted += 1
-        if self._is_whole(parameter) and slot.is_early and slot.num_noted == 1:
+        if self._may_sum(parameter) and slot.is_early and slot.num_noted == 1:
             with torch.no_grad():
                 slot.add()
                 if self._is_last:

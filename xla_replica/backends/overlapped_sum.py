@@ -140,7 +140,7 @@ class BucketedSum(GradientSum):
                 self._hooked.add(parameter)
                 AccumulationNote(weak_hook(self.note)).register_first(parameter)
 
-    def _is_whole(self, parameter: nn.Parameter) -> bool:
+    def _may_sum(self, parameter: nn.Parameter) -> bool:
         """Returns whether a gradient that `note` is told of may be summed now.
 
         Other hooks than notes may still change it, or look at its numbers.
@@ -291,7 +291,7 @@ class OverlappedSum(BucketedSum):
             self._appeared[parameter] = self._appeared.get(parameter, 0) + 1
         if self._overlaps:  # of what earlier gradients' notes have all seen by now
             self._begin(self._buckets[:-1])  # the last takes others along, see `sum_`
-        is_whole = self._is_whole(parameter)
+        is_whole = self._may_sum(parameter)
         self._is_late |= is_whole and not place.is_missing
         held = self.gradients[parameter] if place.is_elsewhere else place.view
         if parameter.grad is not held and not self._is_first:
