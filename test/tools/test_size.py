@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_834
-TEST_LINES = 33_718
+CODE = 21_641
+TEST_LINES = 33_717
 
 
 def test_lines_are_counted():
