@@ -38,7 +38,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_641
+CODE = 21_638
 TEST_LINES = 33_717
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -61,7 +62,7 @@ class AccumulationHook:
                 hook._paused = False
 
 
-class AccumulationNote:
+class AccumulationNote(functools.partial[None]):
     """A hook that notes that ``.grad`` has grown, and does not look at its numbers.
 
     For ``parameter.register_post_accumulate_grad_hook``. What sums gradients over
@@ -70,12 +71,6 @@ class AccumulationNote:
     Args:
         function: Is given the parameter.
     """
-
-    def __init__(self, function: Callable[[torch.Tensor], None]) -> None:
-        self._function = function
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        self._function(parameter)
 
     def register_first(self, parameter: torch.Tensor) -> None:
         """Registers the hook to run before all that are registered now."""
