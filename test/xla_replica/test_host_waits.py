@@ -6,6 +6,7 @@ memory is seen on its way. Reading a value of it is an error.
 
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,7 +62,10 @@ class OneOfTwo(Replica):
 
 class Overlapping(OneOfTwo):
     def gradient_sum(self, may_begin, *others):
-        return KnownOrder(self, may_begin, lambda flat: lambda: None)
+        return KnownOrder(self, may_begin)
+
+    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
+        return lambda: None
 
 
 def test_a_number_is_brought_to_the_device_without_a_copy():

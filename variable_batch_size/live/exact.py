@@ -155,9 +155,7 @@ class ExactGradients(StepGradients):
         if isinstance(floats, ShardedSum):
             exact.sums = ShardedExactSum(floats, exact.units, exact.names)
         else:
-            exact.sums = ExactSum(
-                run.replica, self._is_unchanged, exact.units, exact.names, run.overlap
-            )
+            exact.sums = ExactSum(floats, exact.units, exact.names, run.overlap)
         return exact.sums
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.step.run import Run
 from xla_replica import AccumulationNote
-from xla_replica.backends.gradient_sum import GradientSum
+from xla_replica.backends.gradient_sum import GradientSum, Pass
 from xla_replica.device.gradients import accumulation_hook
 
 Modules = Mapping[str, nn.Module]
@@ -185,12 +185,13 @@ class StepGradients:
         if self._wide and self._is_last and substep and not self._is_lazy:
             self.narrow()  # the last pass adds its own, and may begin the sum
         has_divisor = run.reduction == "mean"
-        self.sums.prepare_backward(
+        now = Pass(
             is_first=substep == 0,
             is_last=self._is_last,
             divisor=num_minibatches if has_divisor else None,
             counts=not (account.plan.padded and account.is_padding),
         )
+        self.sums.prepare_backward(now)
         self.start_records()
 
     def start_records(self) -> None:

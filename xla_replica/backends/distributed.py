@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch._utils import _take_tensors
 
-from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.backends.local import default_device, in_use
-from xla_replica.backends.overlapped_sum import OverlappedSum
 from xla_replica.backends.replica import Replica
 from xla_replica.backends.sharded_sum import (
     ShardedParameters,
-    ShardedSum,
     living,
     local,
     num_copies,
 )
+from xla_replica.common.trees import Tensors
 from xla_replica.device.sharded import is_sharded
 from xla_replica.errors import ReplicaError
 
@@ -113,6 +111,7 @@ class DistributedReplica(Replica):
             device_in_group() if device is None else device,
             reason,
         )
+        self.overlaps = self.num_replicas > 1
         self.shards = ShardedParameters(self.num_replicas)
 
     def _all_reduce_(self, tensors: list[torch.Tensor]) -> None:
@@ -125,28 +124,13 @@ class DistributedReplica(Replica):
             for tensor, part in zip(bucket, parts):
                 tensor.copy_(part.view_as(tensor))
 
-    def gradient_sum(
-        self,
-        may_begin: Callable[[], bool],
-        overlap: bool = True,
-        parameters: Sequence[torch.Tensor] = (),
-        shards: bool = True,
-    ) -> GradientSum:
-        if self.is_sharded(parameters):
-            return ShardedSum(self, may_begin, self.shards, whole=not shards)
-        if overlap and self.num_replicas > 1:
-            return OverlappedSum(self, may_begin, self.begin_sum)
-        return super().gradient_sum(may_begin, overlap)
-
-    def is_sharded(self, parameters: Sequence[torch.Tensor]) -> bool:
+    def is_sharded(self, parameters: Tensors) -> bool:
         return any(map(is_sharded, parameters))
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         return local(tensor)
 
-    def sum_over_shards(
-        self, numbers: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def sum_over_shards(self, numbers: Tensors, tensors: Tensors) -> list[torch.Tensor]:
         sums = list(numbers)
         parts = [n for n, tensor in enumerate(tensors) if is_sharded(tensor)]
         if parts:
@@ -224,7 +208,7 @@ class DistributedReplica(Replica):
             torch.distributed.all_reduce(flag)
             flag.cpu()
 
-    def check_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+    def check_parameters(self, parameters: Tensors) -> None:
         self.shards.add(parameters)
         if _are_wrapped(parameters):
             gc.collect()  # a wrapper that nothing refers to is not in the way
@@ -237,7 +221,7 @@ class DistributedReplica(Replica):
             )
 
     @contextlib.contextmanager
-    def _named(self, verb: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    def _named(self, verb: str, tensors: Tensors) -> Iterator[None]:
         """Raises a ReplicaError with the replica, the collective and usual causes."""
         device = tensors[0].device
         if device.type == "xla":
@@ -261,7 +245,7 @@ class DistributedReplica(Replica):
             ) from error
 
 
-def _are_wrapped(parameters: Sequence[torch.Tensor]) -> bool:
+def _are_wrapped(parameters: Tensors) -> bool:
     """Returns whether a DistributedDataParallel wrapper has any of these parameters.
 
     Neither they nor their modules know of it.

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from xla_replica.backends.gradient_sum import GradientSum
-from xla_replica.backends.overlapped_sum import bucketed
-from xla_replica.backends.replica import Replica
+from xla_replica.backends.gradient_sum import GradientSum, Pass
+from xla_replica.backends.overlapped_sum import BucketedSum, bucketed
 from xla_replica.backends.sharded_sum import ShardedSum, local
-from xla_replica.device.gradients import AccumulationNote, weak_hook
+from xla_replica.common.trees import Tensors
+from xla_replica.device.gradients import weak_hook
 from xla_replica.device.row_units import RowTotal, RowUnits, num_rows
 from xla_replica.device.sharded import is_sharded, whole
+
+Names = Mapping[nn.Parameter, str]
 
 
 class Slot:
@@ -26,19 +28,30 @@ class Slot:
 
     Attributes:
         total: The sum.
+        mean: Where their mean is, which takes the place of a sum of float32 numbers
+            unless a device is lazy.
         is_early: Whether a gradient is rounded as soon as it is there: those are which
             autograd accumulates once in a minibatch. None: no minibatch has shown it.
         num_noted: How often it was accumulated in this minibatch.
         rounded: The minibatch's gradient, once it is added.
     """
 
-    __slots__ = "bucket", "is_early", "num_noted", "parameter", "rounded", "total"
+    __slots__ = (
+        "bucket", "is_early", "mean", "num_noted", "parameter", "rounded", "total"
+    )  # fmt: skip
 
     def __init__(self, parameter: nn.Parameter, bucket: Bucket, total: RowTotal):
         self.parameter, self.bucket, self.total = parameter, bucket, total
+        self.mean = torch.zeros_like(parameter.detach())
         self.is_early: bool | None = None
         self.num_noted = 0
         self.rounded: torch.Tensor | None = None
+
+    def use(self, memory: torch.Tensor) -> None:
+        """Makes ``(n,)`` int32 the memory of the sum."""
+        self.total.use(memory)
+        if self.mean.dtype == torch.float32:  # data: it counts its own writes
+            self.mean = memory.view(torch.float32).view(self.mean.shape).data
 
     def add(self) -> None:
         """Adds ``.grad``."""
@@ -50,36 +63,24 @@ class Slot:
 class Bucket:
     """Sums of gradients in one tensor, of int32, which replicas sum.
 
-    The mean of a float32 gradient takes the place of its sum, unless a device is lazy.
-
     Attributes:
         slots: By parameter.
-        gradients: Where means are, by parameter.
         num_missing: Gradients that the backward pass under way has yet to compute.
         waits: Wait for its sums, which have begun.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        units: RowUnits,
-        names: Mapping[nn.Parameter, str],
+        self, parameters: Sequence[nn.Parameter], units: RowUnits, names: Names
     ) -> None:
         self._units, self.num_missing = units, 0
         self.waits: list[Callable[[], None]] = []
-        self.gradients = {p: torch.zeros_like(p.detach()) for p in parameters}
-        totals = [units.total(names[each], each) for each in parameters]
+        self.slots = {p: Slot(p, self, units.total(names[p], p)) for p in parameters}
         if not units.is_lazy:
-            self._flat = torch.cat([total.parts[0].view(-1) for total in totals])
+            slots = self.slots.values()
             sizes = [parameter.numel() for parameter in parameters]
-            for parameter, total, low in zip(
-                parameters, totals, self._flat.split(sizes)
-            ):
-                total.use(low)
-                if parameter.dtype == torch.float32:  # data: it counts its own writes
-                    gradient = low.view(torch.float32).view(parameter.shape).data
-                    self.gradients[parameter] = gradient
-        self.slots = {p: Slot(p, self, total) for p, total in zip(parameters, totals)}
+            self._flat = torch.cat([slot.total.parts[0].view(-1) for slot in slots])
+            for slot, memory in zip(slots, self._flat.split(sizes)):
+                slot.use(memory)
 
     @property
     def parts(self) -> list[torch.Tensor]:
@@ -89,64 +90,44 @@ class Bucket:
             return [part for of_slot in parts for part in of_slot]
         return [self._flat, *(part for of_slot in parts for part in of_slot[1:])]
 
-    def begin(self, begin_sum: Callable[[torch.Tensor], Callable[[], None]]) -> None:
-        """Begins the sums."""
-        for slot in self.slots.values():
-            if slot.total.is_stale:
-                slot.total.zero_()
-        self.waits = [begin_sum(part) for part in self.parts]
 
-
-class ExactSum(GradientSum):
+class ExactSum(BucketedSum):
     """Adds the gradients of every minibatch as integers, with the same bits everywhere.
 
     Between two minibatches ``.grad`` is None, and after a backward pass it is the
     gradient of that minibatch alone.
 
     Args:
-        replica, may_begin: See `GradientSum`.
+        floats: Would sum the same gradients as floats.
         units: Those of all parameters.
         names: The parameters' there.
         overlap: Whether gradients are rounded, and sums begin, in the backward pass.
     """
 
     def __init__(
-        self,
-        replica: Replica,
-        may_begin: Callable[[], bool],
-        units: RowUnits,
-        names: Mapping[nn.Parameter, str],
-        overlap: bool,
+        self, floats: GradientSum, units: RowUnits, names: Names, overlap: bool
     ) -> None:
-        super().__init__(replica, may_begin)
+        super().__init__(floats.replica, floats.may_begin)
         self._units, self._names = units, names
-        self._overlap = overlap and not replica.is_lazy
-        self._buckets: list[Bucket] = []
+        self._overlap = overlap and not self._is_lazy
         self._slots: dict[nn.Parameter, Slot] = {}
-        self._hooked: set[nn.Parameter] = set()
         self._divisor: int | torch.Tensor = 1
         self._is_last = False
-        self._overlaps: bool | None = False  # None: `may_begin` is to be asked
 
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
         """Holds sums of the parameters, about in the order in which they appear."""
-        backwards = parameters[::-1]
-        groups = [[p] for p in backwards] if self._is_lazy else bucketed(backwards)
+        groups = bucketed(parameters[::-1])
         make = [Bucket(each, self._units, self._names) for each in groups]
         old, self._buckets = self._slots, make
         self._slots = {p: slot for each in make for p, slot in each.slots.items()}
-        self.gradients = {p: g for each in make for p, g in each.gradients.items()}
-        for parameter, slot in self._slots.items():
-            if parameter in old:
-                slot.is_early = old[parameter].is_early
-            if self._overlap and parameter not in self._hooked:
-                self._hooked.add(parameter)
-                AccumulationNote(weak_hook(self.note)).register_first(parameter)
+        self.gradients = {p: slot.mean for p, slot in self._slots.items()}
+        for parameter in old.keys() & self._slots.keys():
+            self._slots[parameter].is_early = old[parameter].is_early
+        if self._overlap:
+            self._note_in_passes(parameters)
 
-    def prepare_backward(
-        self, is_first: bool, is_last: bool, divisor: int | None, counts: bool
-    ) -> None:
-        self._is_last, self._overlaps = is_last, None
+    def prepare_backward(self, now: Pass) -> None:
+        self._is_last, self._overlaps = now.is_last, None
         for bucket in self._buckets:
             bucket.num_missing = len(bucket.slots)
 
@@ -156,23 +137,17 @@ class ExactSum(GradientSum):
         if slot is None:  # unfrozen since
             return
         slot.num_noted += 1
-        if self._overlaps is None:
-            self._overlaps = self._may_begin()
-        is_whole = slot.is_early and slot.num_noted == 1
-        if not (self._overlaps and is_whole and AccumulationNote.all_on(parameter)):
-            return
-        with torch.no_grad():
-            slot.add()
-            if self._is_last:
-                self._begin(lambda bucket: not bucket.num_missing)
+        if self._may_sum(parameter) and slot.is_early and slot.num_noted == 1:
+            with torch.no_grad():
+                slot.add()
+                if self._is_last:
+                    self._begin(self._buckets)
 
-    def _begin(self, is_whole: Callable[[Bucket], bool]) -> None:
-        """Begins the next sums, always in the same order."""
-        for bucket in self._buckets:
-            if not bucket.waits:
-                if not is_whole(bucket):
-                    return
-                bucket.begin(self._replica.begin_sum)
+    def _complete(self, bucket: Bucket) -> Tensors:
+        for slot in bucket.slots.values():
+            if slot.total.is_stale:
+                slot.total.zero_()
+        return bucket.parts
 
     def has_begun(self, parameter: nn.Parameter) -> bool:
         slot = self._slots[parameter]
@@ -200,21 +175,15 @@ class ExactSum(GradientSum):
                 slot.is_early = slot.num_noted == 1
             slot.num_noted, slot.rounded, parameter.grad = 0, None, None
 
-    def sum_(self, others: Sequence[torch.Tensor], divisor: Any) -> None:
+    def sum_(self, others: Tensors, divisor: Any) -> None:
         self._divisor = 1 if divisor is None else divisor
         if self._is_lazy:  # one collective
             own = [part for bucket in self._buckets for part in bucket.parts]
-            self._replica.all_reduce_([*own, *others])
+            self.replica.all_reduce_([*own, *others])
             return
-        self._begin(lambda bucket: True)
-        if others:
-            self._replica.all_reduce_(others)
-        for bucket in self._buckets:
-            while bucket.waits:
-                bucket.waits[0]()
-                del bucket.waits[0]
+        list(self._summed(others))
 
-    def sum_zeros(self, others: Sequence[torch.Tensor]) -> None:
+    def sum_zeros(self, others: Tensors) -> None:
         self._zero()
         self.sum_(others, None)
         self._zero()
@@ -230,12 +199,10 @@ class ExactSum(GradientSum):
         """Makes ``.grad`` the means that the sums amount to; weighted ones are sums."""
         divisors = self._units.divisors(self._divisor)
         for parameter, slot in self._slots.items():
-            gradient = self.gradients[parameter]
-            parameter.grad = slot.total.mean_into_(gradient, divisors)
+            parameter.grad = slot.total.mean_into_(slot.mean, divisors)
 
     def clear(self) -> None:
-        if any(bucket.waits for bucket in self._buckets):
-            # Nobody waits for these sums, which write to their buckets until they end.
+        if self._are_under_way:  # nobody waits for them
             self.hold([*self._slots][::-1])
         for parameter, slot in self._slots.items():
             parameter.grad = slot.rounded = None
@@ -252,26 +219,19 @@ class ShardedExactSum(ShardedSum):
     ``.grad`` is None but in a backward pass and, as the mean, in the update.
 
     Args:
-        floats: Sums the same gradients as floats.
+        floats: Would sum the same gradients as floats.
         units: Those of all parameters.
         names: The parameters' there.
     """
 
-    def __init__(
-        self, floats: ShardedSum, units: RowUnits, names: Mapping[nn.Parameter, str]
-    ) -> None:
-        super().__init__(
-            floats._replica, floats._may_begin, floats._shards, floats._begin,
-            floats._is_whole,
-        )  # fmt: skip
+    def __init__(self, floats: ShardedSum, units: RowUnits, names: Names) -> None:
+        super().__init__(floats.replica, floats.may_begin, floats.is_whole)
         self._row_units, self._names = units, names
         self._totals: dict[nn.Parameter, torch.Tensor] = {}
         self._rounded: set[str] = set()  # in this minibatch
         self._versions: dict[nn.Parameter, int] = {}  # of ``.grad``, when it was added
-        # What FSDP2 has summed for a module, and how much of that is added.
-        self._flat: Any = torch.empty(0)
-        self._num_added = 0
         self._divisor: int | torch.Tensor = 1
+        self._take_sum(torch.empty(0))
 
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
         super().hold(parameters)
@@ -282,10 +242,8 @@ class ShardedExactSum(ShardedSum):
 
     # --- the passes -----------------------------------------------------------------
 
-    def prepare_backward(
-        self, is_first: bool, is_last: bool, divisor: int | None, counts: bool
-    ) -> None:
-        super().prepare_backward(is_first, is_last, divisor, counts)
+    def prepare_backward(self, now: Pass) -> None:
+        super().prepare_backward(now)
         self._rounded.clear()
         self._summed.clear()  # it is in totals, and no longer in ``.grad``
 
@@ -313,6 +271,10 @@ class ShardedExactSum(ShardedSum):
                 "fully_shard"
             )
         self._check_added()
+        self._take_sum(flat)
+
+    def _take_sum(self, flat: torch.Tensor) -> None:
+        """Takes what FSDP2 has summed for a module, of which nothing is added yet."""
         self._flat, self._num_added = flat, 0
 
     def note(self, parameter: nn.Parameter) -> None:
@@ -354,7 +316,7 @@ class ShardedExactSum(ShardedSum):
     def end_minibatch(self) -> None:
         """Adds the gradients that FSDP2 does not sum."""
         self._check_added()
-        self._flat, self._num_added = torch.empty(0), 0
+        self._take_sum(torch.empty(0))
         for parameter, gradient in self.gradients.items():
             version = self._versions.pop(parameter, None)
             is_same = parameter.grad is gradient and local(gradient)._version == version
@@ -370,7 +332,7 @@ class ShardedExactSum(ShardedSum):
 
     # --- the sum --------------------------------------------------------------------
 
-    def sum_(self, others: Sequence[torch.Tensor], divisor: Any) -> None:
+    def sum_(self, others: Tensors, divisor: Any) -> None:
         self._divisor = 1 if divisor is None else divisor
         super().sum_(others, None)
 
@@ -396,7 +358,7 @@ class ShardedExactSum(ShardedSum):
         first = rows.start + parameter.device_mesh.get_coordinate()[-1] * length
         return slice(first, first + len(local(parameter)))
 
-    def _norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    def _norm(self, parameters: Tensors) -> torch.Tensor:
         """Returns the norm of whole gradients, as torch does, one after another."""
         gradients: Any = (whole(parameter.grad) for parameter in parameters)
         norms = [torch._foreach_norm([each])[0] for each in gradients]
@@ -406,7 +368,7 @@ class ShardedExactSum(ShardedSum):
         super().clear()
         self._totals.clear()
         self._versions.clear()
-        self._flat, self._num_added = torch.empty(0), 0
+        self._take_sum(torch.empty(0))
         for parameter in self.gradients:
             parameter.grad = None
 

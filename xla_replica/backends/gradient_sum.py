@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
+from xla_replica.common.trees import Tensors
+
 if TYPE_CHECKING:
     from xla_replica.backends.replica import Replica
 
-
 # Begins to sum a tensor over replicas, in place; returns what waits for it.
 Begin = Callable[[torch.Tensor], Callable[[], None]]
+
+
+class Pass(NamedTuple):
+    """The next backward pass of a step.
+
+    Attributes:
+        is_first: It is the step's first. A ``.grad`` that is None or another tensor
+            then becomes the one in `GradientSum.gradients` again, with what the pass
+            computes.
+        is_last: It is the last, so sums may begin while it runs. A replica without a
+            backward pass before the next `GradientSum.sum_` then calls `use_zeros`.
+        divisor: The number that `GradientSum.sum_` will be given, if it is known.
+        counts: Its gradients count. Else they become zero: the pass is run for its
+            collectives alone, where parameters are sharded.
+    """
+
+    is_first: bool
+    is_last: bool
+    divisor: int | None
+    counts: bool
 
 
 class GradientSum:
@@ -39,9 +60,8 @@ class GradientSum:
     has_new: bool | None = None
 
     def __init__(self, replica: Replica, may_begin: Callable[[], bool]) -> None:
-        self._replica = replica
+        self.replica, self.may_begin = replica, may_begin
         self._is_lazy = replica.is_lazy
-        self._may_begin = may_begin
         self.gradients: dict[nn.Parameter, torch.Tensor] = {}
 
     @property
@@ -62,20 +82,8 @@ class GradientSum:
             for parameter in parameters
         }
 
-    def prepare_backward(
-        self, is_first: bool, is_last: bool, divisor: int | None, counts: bool
-    ) -> None:
-        """Prepares for the next backward pass, one of those before the next `sum_`.
-
-        Args:
-            is_first: It is the first. A ``.grad`` that is None or another tensor then
-                becomes the one in `gradients` again, with what the pass computes.
-            is_last: It is the last, so sums may begin while it runs. A replica without
-                a backward pass before the next `sum_` then calls `use_zeros`.
-            divisor: The number that `sum_` will be given, if it is known.
-            counts: Its gradients count. Else they become zero: the pass is run for its
-                collectives alone, where parameters are sharded.
-        """
+    def prepare_backward(self, now: Pass) -> None:
+        """Prepares for the next backward pass, one of those before the next `sum_`."""
 
     def order(self) -> list[int] | None:
         """Returns in which order gradients are summed; None if any will do."""
@@ -99,9 +107,7 @@ class GradientSum:
         del parameter
         return False
 
-    def sum_(
-        self, others: Sequence[torch.Tensor], divisor: int | torch.Tensor | None
-    ) -> None:
+    def sum_(self, others: Tensors, divisor: int | torch.Tensor | None) -> None:
         """Replaces gradients, and the other tensors, by their sums over replicas.
 
         Args:
@@ -113,12 +119,12 @@ class GradientSum:
             ValueError: A gradient was accumulated after its sum had begun; or sharded
                 gradients were not summed in the last backward pass.
         """
-        if self._replica.num_replicas > 1:  # else the sums are there
-            self._replica.all_reduce_([*self.tensors, *others])
+        if self.replica.num_replicas > 1:  # else the sums are there
+            self.replica.all_reduce_([*self.tensors, *others])
         if divisor is not None:
             divide_(self.tensors, divisor)
 
-    def sum_zeros(self, others: Sequence[torch.Tensor]) -> None:
+    def sum_zeros(self, others: Tensors) -> None:
         """Sums ``others`` as `sum_` does, and zeros in place of the gradients."""
         tensors = self.tensors
         kept = [tensor.clone() for tensor in tensors]
@@ -135,9 +141,7 @@ class GradientSum:
         """
         divide_(self.tensors, divisor)
 
-    def clip_(
-        self, parameters: Sequence[nn.Parameter], max_norm: float
-    ) -> torch.Tensor:
+    def clip_(self, parameters: Tensors, max_norm: float) -> torch.Tensor:
         """Scales these parameters' gradients to a global norm of ``max_norm`` at most.
 
         Their order is that in which squares are added up. Returns the norm that they

@@ -24,23 +24,18 @@ def gather_objects(replica: Replica, value: Any) -> list[Any]:
         return [pickle.loads(own)]
     replica.sync()
     width = _FIRST_BYTES
-    lengths, texts = _gather_bytes(replica, own, width)
-    if max(lengths) > width:
+    while True:
+        words = np.empty(1 + width // 4, np.int32)  # the length, and so many bytes
+        words[0] = len(own)
+        words[1:] = np.frombuffer(own[:width].ljust(width, b"\0"), np.int32)
+        rows = replica.all_gather(replica.send(torch.from_numpy(words)))
+        [rows] = replica.fetch([rows])
+        lengths = rows[:, 0].tolist()
+        if max(lengths) <= width:
+            texts = (row[1:].tobytes() for row in rows.numpy())
+            return [pickle.loads(text[:length]) for length, text in zip(lengths, texts)]
         # A power of two, so that few programs are compiled.
         width = 1 << (max(lengths) - 1).bit_length()
-        lengths, texts = _gather_bytes(replica, own, width)
-    return [pickle.loads(text[:length]) for length, text in zip(lengths, texts)]
-
-
-def _gather_bytes(
-    replica: Replica, own: bytes, width: int
-) -> tuple[list[int], list[bytes]]:
-    """Returns the replicas' lengths, and their first ``width`` bytes, padded."""
-    words = np.empty(1 + width // 4, np.int32)
-    words[0] = len(own)
-    words[1:] = np.frombuffer(own[:width].ljust(width, b"\0"), np.int32)
-    [rows] = replica.fetch([replica.all_gather(replica.send(torch.from_numpy(words)))])
-    return rows[:, 0].tolist(), [row[1:].tobytes() for row in rows.numpy()]
 
 
 def check_equal(replica: Replica, what: str, value: Any, remedy: str) -> None:

@@ -8,15 +8,19 @@ order in which their gradients appear, and whether or not they have any.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from xla_replica.backends.gradient_sum import Begin, GradientSum, divide_
-from xla_replica.backends.replica import Replica
+from xla_replica.backends.gradient_sum import GradientSum, Pass, divide_
+from xla_replica.common.trees import Tensors
 from xla_replica.device.device_traits import traits
 from xla_replica.device.gradients import AccumulationNote, weak_hook
+
+if TYPE_CHECKING:
+    from xla_replica.backends.replica import Replica
 
 # A small bucket begins early; a large one has fewer collectives to wait for. A model
 # that fits into the first one has one: to begin two takes longer than one can hide.
@@ -39,32 +43,28 @@ class Bucket:
             divided; None: nothing does, on no replica.
         places: Where each parameter's gradient is, in order.
         num_missing: Gradients that the last backward pass has yet to compute.
-        work: Waits for the sum, once it has begun.
+        waits: Wait for its sum, once that has begun.
     """
 
     def __init__(self, parameters: list[nn.Parameter], index: int, tail: int) -> None:
-        size = sum(parameter.numel() for parameter in parameters)
-        first = parameters[0]
-        self.flat = torch.zeros(size + tail, dtype=first.dtype, device=first.device)
-        self.numbers = self.flat[:size]
-        self.is_wide = first.dtype in WIDE
-        parts = self.numbers.split([parameter.numel() for parameter in parameters])
+        sizes = [parameter.numel() for parameter in parameters]
+        self.flat = parameters[0].detach().new_zeros(sum(sizes) + tail)
+        self.numbers = self.flat[: sum(sizes)]
+        self.is_wide = self.flat.dtype in WIDE
         self.places = [
             Place(parameter, index, _like(part, parameter))
-            for parameter, part in zip(parameters, parts)
+            for parameter, part in zip(parameters, self.numbers.split(sizes))
         ]
         self.num_missing = 0
         self.factor: float | None = None
-        self.work: Callable[[], None] | None = None
+        self.waits: list[Callable[[], None]] = []
 
-    def scale_rest_(self, factor: float) -> None:
-        """Multiplies the gradients that are not divided yet by a power of two."""
-        if not any(place.is_divided for place in self.places):
-            self.numbers.mul_(factor)
-            return
-        for place in self.places:
-            if not place.is_divided:
-                place.part.mul_(factor)
+    def divide_rest_(self) -> None:
+        """Multiplies the gradients that are not divided yet by the factor."""
+        rest = [place.part for place in self.places if not place.is_divided]
+        if rest and self.factor is not None:
+            are_all = len(rest) == len(self.places)
+            torch._foreach_mul_([self.numbers] if are_all else rest, self.factor)
 
 
 class Place:
@@ -87,9 +87,7 @@ class Place:
     )  # fmt: skip
 
     def __init__(self, parameter: nn.Parameter, index: int, part: torch.Tensor) -> None:
-        self.parameter = parameter
-        self.index = index
-        self.part = part
+        self.parameter, self.index, self.part = parameter, index, part
         self.view = part.data
         self.is_missing = self.is_divided = self.is_elsewhere = False
 
@@ -118,7 +116,69 @@ class Place:
             torch.mul(gradient, factor, out=view)
 
 
-class OverlappedSum(GradientSum):
+class BucketedSum(GradientSum):
+    """Sums buckets of gradients, in the same order on every replica.
+
+    A bucket's sum may begin in the last backward pass of a step, after which ``waits``
+    of the bucket are there; the others' begin in `sum_`.
+    """
+
+    def __init__(self, replica: Replica, may_begin: Callable[[], bool]) -> None:
+        super().__init__(replica, may_begin)
+        self._buckets: list[Any] = []
+        self._hooked: set[nn.Parameter] = set()
+        self._overlaps: bool | None = False  # None: `may_begin` is to be asked
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """Takes note that autograd has accumulated into ``parameter.grad``."""
+        raise NotImplementedError
+
+    def _note_in_passes(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Has `note` called with these parameters in every backward pass."""
+        for parameter in parameters:
+            if parameter not in self._hooked:
+                self._hooked.add(parameter)
+                AccumulationNote(weak_hook(self.note)).register_first(parameter)
+
+    def _may_sum(self, parameter: nn.Parameter) -> bool:
+        """Returns whether a gradient that `note` is told of may be summed now.
+
+        Other hooks than notes may still change it, or look at its numbers.
+        """
+        if self._overlaps is None:
+            self._overlaps = self.may_begin()
+        return self._overlaps and AccumulationNote.all_on(parameter)
+
+    def _begin(self, buckets: Iterable[Any], is_pass: bool = True) -> None:
+        """Begins the next sums; in a backward pass of those that lack nothing."""
+        for bucket in buckets:
+            if not bucket.waits:
+                if is_pass and bucket.num_missing:
+                    return
+                parts = self._complete(bucket)
+                bucket.waits = [self.replica.begin_sum(part) for part in parts]
+
+    def _complete(self, bucket: Any) -> Tensors:
+        """Brings in what a bucket lacks; returns what replicas sum of it."""
+        raise NotImplementedError
+
+    def _summed(self, others: Tensors) -> Iterator[Any]:
+        """Sums what is not summed yet, and the others; yields buckets as they come."""
+        self._begin(self._buckets, is_pass=False)
+        self.replica.all_reduce_(others)
+        for bucket in self._buckets:
+            while bucket.waits:
+                bucket.waits[0]()
+                del bucket.waits[0]
+            yield bucket
+
+    @property
+    def _are_under_way(self) -> bool:
+        """Whether sums have begun, which write to their buckets until they end."""
+        return any(bucket.waits for bucket in self._buckets)
+
+
+class OverlappedSum(BucketedSum):
     """Sums buckets of gradients during the last backward pass of a step.
 
     The first step is summed when it is complete. It shows in which order gradients
@@ -131,24 +191,14 @@ class OverlappedSum(GradientSum):
 
     To divide by a power of two does not round, so that is done before the sum, where
     the gradient is at hand. By other numbers the sum is divided, which rounds once.
-
-    Args:
-        replica: The replica.
-        may_begin: See `GradientSum`.
-        begin: Begins the sum of a tensor over replicas, in place; returns a function
-            that waits for it.
     """
 
-    def __init__(
-        self, replica: Replica, may_begin: Callable[[], bool], begin: Begin
-    ) -> None:
+    def __init__(self, replica: Replica, may_begin: Callable[[], bool]) -> None:
         super().__init__(replica, may_begin)
-        self._begin, self._is_host = begin, replica.is_host
-        self._buckets: list[Bucket] = []
+        self._is_host = replica.is_host
         self._held: list[nn.Parameter] = []
         # Looked up once per gradient: a parameter's hash is computed in Python.
         self._place_of: dict[nn.Parameter, Place] = {}
-        self._hooked: set[nn.Parameter] = set()
         self._has_order = False
         # How often each gradient was accumulated in the last minibatch of a step.
         self._appeared: dict[nn.Parameter, int] = {}
@@ -160,13 +210,10 @@ class OverlappedSum(GradientSum):
         """Ends a step: nothing is known of the next backward pass."""
         self._is_first = self._moves_later = False
         self._counts = False  # how often gradients appear
-        self._overlaps: bool | None = False  # None: `may_begin` is to be asked
+        self._overlaps = self._is_late = False
         self._divide_by(None)
-        self._newest: Place | None = None
-        self._num_begun = 0
-        self._is_late = False
         for bucket in self._buckets:
-            bucket.work = None
+            bucket.waits = []
             for place in bucket.places:
                 place.is_divided = False
 
@@ -192,17 +239,15 @@ class OverlappedSum(GradientSum):
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
         self._held = list(parameters)
         self._fill(self._held[::-1])  # about the order in which they appear
-        for parameter in parameters:
-            if parameter not in self._hooked:
-                self._hooked.add(parameter)
-                AccumulationNote(weak_hook(self.note)).register_first(parameter)
+        self._note_in_passes(parameters)
         self._has_order, self._once = False, None
 
     def _fill(self, parameters: list[nn.Parameter]) -> None:
         """Makes buckets of the parameters in this order, with what ``.grad`` holds."""
         lists = bucketed(parameters)
+        last = len(lists) - 1
         self._buckets = [
-            Bucket(each, index, TAIL if index == len(lists) - 1 else 0)
+            Bucket(each, index, TAIL if index == last else 0)
             for index, each in enumerate(lists)
         ]
         places = {p.parameter: p for bucket in self._buckets for p in bucket.places}
@@ -215,19 +260,16 @@ class OverlappedSum(GradientSum):
 
     # --- the backward pass ----------------------------------------------------------
 
-    def prepare_backward(
-        self, is_first: bool, is_last: bool, divisor: int | None, counts: bool
-    ) -> None:
-        del counts  # no pass is run for its collectives alone
+    def prepare_backward(self, now: Pass) -> None:
         self._end()
-        self._is_first = is_first
-        self._moves_later = bool(self._once) and not is_last and self._is_host
+        self._is_first = now.is_first
+        self._moves_later = bool(self._once) and not now.is_last and self._is_host
         # A lazy device would compile a program for each number; see `sum_`.
-        self._divide_by(None if self._is_lazy else divisor)
-        if is_last and self._once is None:
+        self._divide_by(None if self._is_lazy else now.divisor)
+        if now.is_last and self._once is None:
             self._counts = True
             self._appeared.clear()
-        elif is_last and self._once:
+        elif now.is_last and self._once:
             self._overlaps = None
             for bucket in self._buckets:
                 bucket.num_missing = len(bucket.places)
@@ -242,18 +284,15 @@ class OverlappedSum(GradientSum):
         super().use_zeros()
 
     def note(self, parameter: nn.Parameter) -> None:
-        """Takes note that autograd has accumulated into ``parameter.grad``."""
         place = self._place_of.get(parameter)
         if place is None:  # unfrozen since
             return
         if self._counts:
             self._appeared[parameter] = self._appeared.get(parameter, 0) + 1
-        if self._overlaps is None:
-            self._overlaps = self._may_begin()
-        if self._overlaps:
-            self._finish_newest()
-            self._newest = place
-            self._is_late |= not place.is_missing
+        if self._overlaps:  # of what earlier gradients' notes have all seen by now
+            self._begin(self._buckets[:-1])  # the last takes others along, see `sum_`
+        is_whole = self._may_sum(parameter)
+        self._is_late |= is_whole and not place.is_missing
         held = self.gradients[parameter] if place.is_elsewhere else place.view
         if parameter.grad is not held and not self._is_first:
             return  # who holds the gradients decides what becomes of it
@@ -262,46 +301,18 @@ class OverlappedSum(GradientSum):
             return
         if place.is_elsewhere:
             self._hold_view(place)
-        factor = self._buckets[place.index].factor
-        # Hooks that look at the numbers find them as they are before the division.
-        if (
-            self._overlaps
-            and factor is not None
-            and not self._is_late
-            and AccumulationNote.all_on(parameter)
-        ):
-            place.take(factor)
-            place.is_divided = True
-        else:
+        if not is_whole or self._is_late:
             place.take()
-
-    def _finish_newest(self) -> None:
-        """Begins the sums that waited for the newest gradient.
-
-        Other hooks of its parameter may run after `note`, but before the next one's.
-        """
-        newest, self._newest = self._newest, None
-        if newest is None:
             return
-        if newest.parameter.grad is not newest.view:
-            self._overlaps = False  # replaced by one of them
-            return
-        if newest.is_missing:
-            newest.is_missing = False
-            self._buckets[newest.index].num_missing -= 1
-        # The last bucket takes others along, see `sum_`.
-        while self._num_begun < len(self._buckets) - 1:
-            if self._buckets[self._num_begun].num_missing:
-                return
-            self._begin_next()
+        bucket = self._buckets[place.index]
+        place.take(bucket.factor)
+        place.is_divided, place.is_missing = bucket.factor is not None, False
+        bucket.num_missing -= 1
 
-    def _begin_next(self) -> None:
-        bucket = self._buckets[self._num_begun]
+    def _complete(self, bucket: Bucket) -> Tensors:
         self._gather(bucket)
-        if bucket.factor is not None:
-            bucket.scale_rest_(bucket.factor)
-        bucket.work = self._begin(bucket.flat)
-        self._num_begun += 1
+        bucket.divide_rest_()
+        return [bucket.flat]
 
     def _gather(self, bucket: Bucket) -> None:
         """Brings in gradients to which the last backward pass has added nothing."""
@@ -322,13 +333,11 @@ class OverlappedSum(GradientSum):
             bucket.factor = factor if bucket.is_wide else None
 
     def has_begun(self, parameter: nn.Parameter) -> bool:
-        return self._buckets[self._place_of[parameter].index].work is not None
+        return bool(self._buckets[self._place_of[parameter].index].waits)
 
     # --- the sum --------------------------------------------------------------------
 
-    def sum_(
-        self, others: Sequence[torch.Tensor], divisor: int | torch.Tensor | None
-    ) -> None:
+    def sum_(self, others: Tensors, divisor: int | torch.Tensor | None) -> None:
         if self._is_late:
             raise ValueError(
                 "a gradient was accumulated twice in the last minibatch of a step: "
@@ -337,13 +346,7 @@ class OverlappedSum(GradientSum):
         self._divide_by(divisor if isinstance(divisor, int) else None)
         with torch.no_grad():
             tail = self._tail_of(others)
-            while self._num_begun < len(self._buckets):
-                self._begin_next()
-            if others and tail is None:
-                self._replica.all_reduce_(others)
-            for bucket in self._buckets:
-                bucket.work()
-                bucket.work = None
+            for bucket in self._summed(others if tail is None else []):
                 if divisor is not None and bucket.factor is None:
                     # While the next sums are under way.
                     divide_([bucket.numbers], divisor)
@@ -356,13 +359,13 @@ class OverlappedSum(GradientSum):
         if not self._has_order:
             self._learn_order()
 
-    def sum_zeros(self, others: Sequence[torch.Tensor]) -> None:
+    def sum_zeros(self, others: Tensors) -> None:
         self._has_order = True  # buckets stay, and with them what they hold
         for bucket in self._buckets:
             self._gather(bucket)
         super().sum_zeros(others)
 
-    def _tail_of(self, others: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def _tail_of(self, others: Tensors) -> torch.Tensor | None:
         """Returns the others, in the last bucket; None if they do not fit in there."""
         size = sum(other.numel() for other in others)
         if not self._buckets or not 0 < size <= TAIL:
@@ -381,14 +384,13 @@ class OverlappedSum(GradientSum):
         parameters = list(self.gradients)
         appeared = {parameter: place for place, parameter in enumerate(self._appeared)}
         places = [appeared.get(parameter, len(parameters)) for parameter in parameters]
-        order = torch.tensor(places, device=self._replica.device).argsort(stable=True)
-        self._replica.broadcast_([order])
+        order = torch.tensor(places, device=self.replica.device).argsort(stable=True)
+        self.replica.broadcast_([order])
         self._fill([parameters[index] for index in order.tolist()])
         self._has_order = True
 
     def clear(self) -> None:
-        if any(bucket.work is not None for bucket in self._buckets):
-            # Nobody waits for these sums, which write to their buckets until they end.
+        if self._are_under_way:  # nobody waits for them
             for parameter in self.gradients:
                 parameter.grad = None
             self._fill(list(self.gradients))

@@ -12,7 +12,7 @@ import abc
 import functools
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from xla_replica.backends.gradient_sum import GradientSum
+from xla_replica.backends.gradient_sum import Begin, GradientSum
 from xla_replica.backends.objects import check_equal, gather_objects
+from xla_replica.backends.overlapped_sum import OverlappedSum
+from xla_replica.backends.sharded_sum import ShardedSum
 from xla_replica.common.arguments import check_integer
-from xla_replica.common.trees import map_tensors, tensors_in
+from xla_replica.common.trees import NamedTensors, Tensors, map_tensors, tensors_in
 from xla_replica.device.device_traits import traits
 from xla_replica.device.gradients import accumulation_hook
-from xla_replica.device.loader import (
-    DeviceLoader,
-    StreamCopies,
-    load_ahead,
-    warn_of_slow_workers,
-)
+from xla_replica.device.loader import load_ahead
 from xla_replica.device.placing import move_with_ties
 from xla_replica.device.seeding import check_seed, generator_of, seeded
 from xla_replica.device.sharded_files import read_parts, write_parts
@@ -49,9 +46,15 @@ class Replica(abc.ABC):
         device: Where this replica computes.
         reason: Why `current` chose this backend, for people.
         is_live: Whether replicas come and go; see `MemberReplica`.
+        generation: The number of the generation of members of a live run; 0 elsewhere.
+        overlaps: Whether sums may run beside a backward pass, see `begin_sum`.
+        shards: The parameters that are sharded, see `ShardedParameters`; None where
+            none can be.
     """
 
-    is_live = False
+    is_live = overlaps = False
+    generation = 0
+    shards: Any = None
 
     def __init__(
         self, rank: int, num_replicas: int, device: torch.device, reason: str
@@ -74,11 +77,6 @@ class Replica(abc.ABC):
     def is_primary(self) -> bool:
         """Whether this is the one replica that logs and writes files."""
         return self.rank == 0
-
-    @property
-    def generation(self) -> int:
-        """The number of the generation of members of a live run; 0 elsewhere."""
-        return 0
 
     @property
     def wants_change(self) -> bool:
@@ -117,9 +115,7 @@ class Replica(abc.ABC):
     ) -> None:
         """Raises ValueError if a parameter is on another kind of device.
 
-        Args:
-            parameters: A model's.
-            remedy: Ends the message, which says to move the model.
+        ``remedy`` ends the message, which says to move the model.
         """
         for parameter in parameters:
             if parameter.device.type != self.device.type:
@@ -152,7 +148,7 @@ class Replica(abc.ABC):
         for wait in waits:
             wait()
 
-    def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
+    def all_reduce_(self, tensors: Tensors) -> None:
         """Replaces each tensor by its sum over all replicas, in place.
 
         Every replica must bring tensors of the same shapes and dtypes in the same
@@ -172,25 +168,34 @@ class Replica(abc.ABC):
         self,
         may_begin: Callable[[], bool],
         overlap: bool = True,
-        parameters: Sequence[torch.Tensor] = (),
+        parameters: Tensors = (),
         shards: bool = True,
     ) -> GradientSum:
         """Returns what holds gradients and sums them over replicas.
 
         Args:
             may_begin: See `GradientSum`.
-            overlap: Whether sums may run during the backward pass, where the backend
-                can do that.
+            overlap: Whether sums may run in the backward pass, where that `overlaps`.
             parameters: Those whose gradients it will hold at first.
             shards: Whether a replica holds no more than its part of the gradients of
                 sharded parameters between backward passes.
         """
-        del overlap, parameters, shards
+        if self.is_sharded(parameters):
+            return ShardedSum(self, may_begin, whole=not shards)
+        if overlap and self.overlaps:
+            return OverlappedSum(self, may_begin)
         return GradientSum(self, may_begin)
+
+    def sums_parts(self) -> Begin | None:
+        """Returns what begins to sum a tensor of shards with other members' in place.
+
+        None outside of live runs.
+        """
+        return None
 
     # --- sharded parameters, of which every replica holds a part --------------------
 
-    def is_sharded(self, parameters: Sequence[torch.Tensor]) -> bool:
+    def is_sharded(self, parameters: Tensors) -> bool:
         """Returns whether a replica holds only parts of any of these parameters.
 
         Every replica must then run every forward and backward pass.
@@ -202,9 +207,7 @@ class Replica(abc.ABC):
         """Returns what this replica holds of a tensor: a part if it is sharded."""
         return tensor
 
-    def sum_over_shards(
-        self, numbers: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def sum_over_shards(self, numbers: Tensors, tensors: Tensors) -> list[torch.Tensor]:
         """Completes sums over the numbers of tensors, of which this replica has parts.
 
         Args:
@@ -214,9 +217,7 @@ class Replica(abc.ABC):
         del tensors
         return list(numbers)
 
-    def write_shards(
-        self, folder: Path, tensors: Mapping[str, torch.Tensor]
-    ) -> dict[str, str]:
+    def write_shards(self, folder: Path, tensors: NamedTensors) -> dict[str, str]:
         """Writes tensors in torch.distributed.checkpoint's format. Collective.
 
         Args:
@@ -229,13 +230,10 @@ class Replica(abc.ABC):
         Raises:
             OSError: On every replica if one of them could not write.
         """
-        return write_parts(folder, tensors)
+        return write_parts(self, folder, tensors)
 
     def read_shards(
-        self,
-        folder: Path,
-        wanted: Mapping[str, torch.Tensor],
-        like: Sequence[torch.Tensor],
+        self, folder: Path, wanted: NamedTensors, like: Tensors
     ) -> dict[str, torch.Tensor]:
         """Returns what any number of replicas wrote by `write_shards`. Collective.
 
@@ -282,9 +280,9 @@ class Replica(abc.ABC):
     def _all_to_all(self, value: torch.Tensor) -> torch.Tensor:
         return self.all_gather(value)[:, self.rank]
 
-    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+    def broadcast_(self, tensors: Tensors, source: int = 0) -> None:
         """Replaces each tensor by that of replica ``source``, in place."""
-        self._check_source(source)
+        check_integer("broadcast_: source", source, 0, self.num_replicas - 1)
         tensors = listed("broadcast_", tensors)
         if tensors and self.num_replicas > 1:
             with torch.no_grad():
@@ -293,10 +291,6 @@ class Replica(abc.ABC):
     def _broadcast_(self, tensors: list[torch.Tensor], source: int) -> None:
         for tensor in tensors:
             tensor.copy_(self.all_gather(tensor)[source])
-
-    def _check_source(self, source: int) -> None:
-        """Raises TypeError or ValueError unless ``source`` is a replica's rank."""
-        check_integer("broadcast_: source", source, 0, self.num_replicas - 1)
 
     def barrier(self) -> None:
         """Returns once every replica has called it and its device is idle."""
@@ -335,7 +329,7 @@ class Replica(abc.ABC):
             return torch.full((1,), value, dtype=dtype, device=self.device)
         return torch.tensor([value], dtype=dtype).to(self.device)
 
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def fetch(self, tensors: Tensors) -> list[torch.Tensor]:
         """Returns copies of tensors on the host, in one transfer where possible.
 
         Blocks until they are computed. No other verb reads a device back, except
@@ -362,11 +356,8 @@ class Replica(abc.ABC):
         """Returns every replica's ``value``, by rank. Collective; blocks.
 
         It begins with a `sync`, so that replicas may call it after different work; a
-        single replica has nothing to transfer. For settings, names and small states,
-        not for the tensors of a step.
-
-        Args:
-            value: Anything that can be pickled; tensors in it should be on the CPU.
+        single replica has nothing to transfer. For settings, names and small states
+        that can be pickled, with tensors on the CPU, not for the tensors of a step.
         """
         return gather_objects(self, value)
 
@@ -395,7 +386,7 @@ class Replica(abc.ABC):
         """
         check_equal(self, what, value, remedy)
 
-    def check_parameters(self, parameters: Sequence[torch.Tensor]) -> None:  # noqa: B027
+    def check_parameters(self, parameters: Tensors) -> None:  # noqa: B027
         """Raises TypeError if something else sums these parameters' gradients already.
 
         Call it once, before training: it may look at every object of the process.
@@ -433,20 +424,7 @@ class Replica(abc.ABC):
         CPU, where nothing has to be moved, other ``batches`` are returned themselves.
         On a lazy device a sampler whose ``ends_graphs`` is true ends one with each.
         """
-        check_integer("prefetch", prefetch, least=1)
-        if self.is_primary:
-            warn_of_slow_workers(batches)
-        return load_ahead(batches, self._ahead(prefetch), self.sync, self.is_lazy)
-
-    def _ahead(self, prefetch: int) -> Callable[[Iterable[Any]], Iterable[Any]]:
-        """Returns what moves batches to the device; on a CPU they are there already."""
-        if self.is_host:
-            return lambda batches: batches
-        if self.has_streams:
-            copies = StreamCopies(self.device)
-            send, receive = copies.send, copies.receive
-            return lambda batches: DeviceLoader(batches, send, prefetch, receive)
-        return lambda batches: DeviceLoader(batches, self.send, prefetch)
+        return load_ahead(self, batches, check_integer("prefetch", prefetch, least=1))
 
     def seed(self, seed: int) -> None:
         """Seeds what the device draws, such as dropout, by ``seed`` and the rank."""
@@ -472,7 +450,7 @@ class Replica(abc.ABC):
     def seeded(self, seed: int) -> AbstractContextManager[None]:
         """Returns a context in which draws on the CPU are the same on every replica.
 
-        Build the model inside it, then move it to `device`. See `xla_replica.seeded`.
+        Build the model inside it, see `xla_replica.seeded`.
         """
         return seeded(seed)
 

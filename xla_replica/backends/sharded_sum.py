@@ -13,16 +13,19 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from xla_replica.backends.gradient_sum import Begin, GradientSum
-from xla_replica.backends.replica import Replica
+from xla_replica.backends.gradient_sum import Begin, GradientSum, Pass
+from xla_replica.common.trees import Tensors
 from xla_replica.device.gradients import accumulation_hook, weak_hook
 from xla_replica.device.sharded import is_sharded
+
+if TYPE_CHECKING:
+    from xla_replica.backends.replica import Replica
 
 Hook = Callable[[torch.Tensor], None]
 
@@ -121,7 +124,7 @@ class ShardedParameters:
         self.places: Any = WeakIdKeyDictionary()
         self.units: Any = WeakIdKeyDictionary()
 
-    def add(self, parameters: Sequence[torch.Tensor]) -> None:
+    def add(self, parameters: Tensors) -> None:
         """Finds out which modules shard these parameters; nothing, if none does.
 
         Raises:
@@ -177,22 +180,16 @@ class ShardedSum(GradientSum):
     Args:
         replica: The replica.
         may_begin: See `GradientSum`.
-        shards: What is known of the sharded parameters.
-        begin: Begins to sum parts over members; see `Replica.begin_sum`.
         whole: Gradients of whole parameters add up without communication until the last
             backward pass, which takes their memory.
     """
 
     def __init__(
-        self,
-        replica: Replica,
-        may_begin: Callable[[], bool],
-        shards: ShardedParameters,
-        begin: Begin | None = None,
-        whole: bool = False,
+        self, replica: Replica, may_begin: Callable[[], bool], whole: bool = False
     ) -> None:
         super().__init__(replica, may_begin)
-        self._shards, self._begin, self._is_whole = shards, begin, whole
+        self._shards: ShardedParameters = replica.shards
+        self._begin, self.is_whole = replica.sums_parts(), whole
         self._places: list[GradientPlace] = []
         self._units: dict[Any, list[nn.Parameter]] = {}  # and what each of them gathers
         self._hooked: set[nn.Parameter] = set()
@@ -235,24 +232,22 @@ class ShardedSum(GradientSum):
 
     # --- the passes -----------------------------------------------------------------
 
-    def prepare_backward(
-        self, is_first: bool, is_last: bool, divisor: int | None, counts: bool
-    ) -> None:
-        if not is_first:
+    def prepare_backward(self, now: Pass) -> None:
+        if not now.is_first:
             self._check_copied()
         self._reduced.clear()
-        self._is_last, self._newest = is_last, None
+        self._is_last, self._newest = now.is_last, None
         for place in self._places:
-            place.counts, place.has_new = counts, False
+            place.counts, place.has_new = now.counts, False
         for unit in self._units:
-            is_summed = is_last or not self._is_whole
+            is_summed = now.is_last or not self.is_whole
             unit.set_requires_gradient_sync(is_summed, recurse=False)
-            unit.set_requires_all_reduce(is_last, recurse=False)
+            unit.set_requires_all_reduce(now.is_last, recurse=False)
         for parameter in self._sharded():
             # FSDP2 adds to what there is, which may be zeros until the last pass.
-            if is_last if self.accumulates_elsewhere(parameter) else is_first:
+            if now.is_last if self.accumulates_elsewhere(parameter) else now.is_first:
                 parameter.grad = None
-            elif is_first:
+            elif now.is_first:
                 parameter.grad = self.gradients[parameter].zero_()
 
     def note(self, parameter: nn.Parameter) -> None:
@@ -277,7 +272,7 @@ class ShardedSum(GradientSum):
         Those of a module that copies of shards are yet to sum are one tensor of it.
         """
         found = [place.has_new for place in self._copied.values()]
-        if self._is_whole or found == (self._seen or found):
+        if self.is_whole or found == (self._seen or found):
             self._seen = found
             return
         raise ValueError(
@@ -296,7 +291,7 @@ class ShardedSum(GradientSum):
     def _sum_members(self, begin: Begin) -> None:
         self._ready.update(self._units)
         self._begin_ready(begin)
-        self._replica.together([wait for _, _, wait in self._begun])
+        self.replica.together([wait for _, _, wait in self._begun])
         for own, flat, _ in self._begun:
             parts = [self._part(p) for p in own]
             sums = flat.split([part.numel() for part in parts])
@@ -318,13 +313,11 @@ class ShardedSum(GradientSum):
         )
 
     def accumulates_elsewhere(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._copied or (self._is_whole and is_sharded(parameter))
+        return parameter in self._copied or (self.is_whole and is_sharded(parameter))
 
     # --- the sum --------------------------------------------------------------------
 
-    def sum_(
-        self, others: Sequence[torch.Tensor], divisor: int | torch.Tensor | None
-    ) -> None:
+    def sum_(self, others: Tensors, divisor: int | torch.Tensor | None) -> None:
         sharded = list(self._sharded())
         if sharded and not self._reduced:
             raise ValueError(
@@ -344,21 +337,19 @@ class ShardedSum(GradientSum):
         if self._begin is not None:
             self._sum_members(self._begin)
         whole = [self._part(p) for p in self.gradients if not is_sharded(p)]
-        self._replica.all_reduce_([*whole, *others])
+        self.replica.all_reduce_([*whole, *others])
         if divisor is not None:
             self.divide_(divisor)
 
-    def clip_(
-        self, parameters: Sequence[nn.Parameter], max_norm: float
-    ) -> torch.Tensor:
+    def clip_(self, parameters: Tensors, max_norm: float) -> torch.Tensor:
         norm = self._norm(parameters)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(self.tensors, factor)
         return norm
 
-    def _norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    def _norm(self, parameters: Tensors) -> torch.Tensor:
         squares = [_square(local(parameter.grad)) for parameter in parameters]
-        squares = self._replica.sum_over_shards(squares, parameters)
+        squares = self.replica.sum_over_shards(squares, parameters)
         return torch.stack(squares).sum().sqrt()
 
     def clear(self) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from xla_replica.backends.replica import Replica, listed
-from xla_replica.common.trees import map_tensors
+from xla_replica.common.trees import Tensors, map_tensors
 from xla_replica.device.device_traits import traits
 from xla_replica.device.seeding import check_seed
 from xla_replica.errors import ReplicaError
@@ -25,14 +25,14 @@ class XlaReplica(Replica):
 
     Args:
         reason: Why `current` chose this backend, for people.
+
+    Attributes:
         waiting: Surrounds what waits for the device, and so for other replicas.
     """
 
-    def __init__(
-        self,
-        reason: str,
-        waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> None:
+    waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+    def __init__(self, reason: str) -> None:
         import torch_xla
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
@@ -49,7 +49,6 @@ class XlaReplica(Replica):
                 f"{xr.world_size()}: start them by xla_replica.launch"
             )
         self._torch_xla, self._xm = torch_xla, xm
-        self.waiting = waiting
         self._on_cpu = xr.device_type() == "CPU"
         super().__init__(
             xr.global_ordinal(), xr.world_size(), torch_xla.device(), reason
@@ -113,7 +112,7 @@ class XlaReplica(Replica):
         with self.waiting():
             self._xm.wait_device_ops([str(self._xm._xla_real_device(self.device))])
 
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def fetch(self, tensors: Tensors) -> list[torch.Tensor]:
         tensors = listed("fetch", tensors)
         if not tensors:
             return []

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+
+Tensors = Sequence[torch.Tensor]
+NamedTensors = Mapping[str, torch.Tensor]
 
 
 def map_tensors(

@@ -31,7 +31,6 @@ class DeviceTraits(NamedTuple):
         bfloat16_precision: Returns one in which they keep those of bfloat16 numbers.
         has_streams: Work on one ``torch.Stream`` runs beside that on another, and a
             copy from pinned memory does not make the host wait.
-        has_float64: Floats of 64 bits are native.
     """
 
     is_host: bool = False
@@ -41,7 +40,6 @@ class DeviceTraits(NamedTuple):
         contextlib.nullcontext
     )
     has_streams: bool = False
-    has_float64: bool = True
 
 
 @contextlib.contextmanager
@@ -79,11 +77,9 @@ _TRAITS = {
         bfloat16_precision=functools.partial(_on_gpus, "tf32", "high"),
         has_streams=True,
     ),
-    "xla": DeviceTraits(
-        is_lazy=True, full_precision=HighestProducts, has_float64=False
-    ),
+    "xla": DeviceTraits(is_lazy=True, full_precision=HighestProducts),
     # TorchTPU makes torch's setting its own: "medium", which is bfloat16, by default.
-    "tpu": DeviceTraits(full_precision=_in_torch, has_float64=False),
+    "tpu": DeviceTraits(full_precision=_in_torch),
 }
 
 

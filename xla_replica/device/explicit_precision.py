@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from xla_replica.common.trees import Tensors
+
 _NAMES = ("matmul", "mm", "bmm", "mv", "dot", "addmm", "baddbmm", "linear")
 _PRODUCTS = {
     getattr(owner, name): getattr(owner, name)
@@ -50,9 +52,7 @@ _lock = threading.Lock()
 _computations: dict[Any, tuple[Any, list[int]]] = {}
 
 
-def _recorded(
-    product: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]
-) -> torch.Tensor:
+def _recorded(product: Callable[..., torch.Tensor], tensors: Tensors) -> torch.Tensor:
     """Records a call of the product's own computation."""
     import torch_xla
 
@@ -68,7 +68,7 @@ def _recorded(
 
 
 def _lowered(
-    product: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]
+    product: Callable[..., torch.Tensor], tensors: Tensors
 ) -> tuple[Any, list[int]]:
     """Returns the computation, and which tensor each of its arguments is."""
     import torch_xla

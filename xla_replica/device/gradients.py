@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from xla_replica.common.arguments import check_function
+from xla_replica.common.trees import Tensors
 from xla_replica.device.device_traits import traits
 
 
@@ -25,7 +26,7 @@ class AccumulationHook:
     """
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        self._function = check_function("function", function)
+        self._function = function
         self._paused = False
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -61,7 +62,7 @@ class AccumulationHook:
                 hook._paused = False
 
 
-class AccumulationNote:
+class AccumulationNote(functools.partial[None]):
     """A hook that notes that ``.grad`` has grown, and does not look at its numbers.
 
     For ``parameter.register_post_accumulate_grad_hook``. What sums gradients over
@@ -70,12 +71,6 @@ class AccumulationNote:
     Args:
         function: Is given the parameter.
     """
-
-    def __init__(self, function: Callable[[torch.Tensor], None]) -> None:
-        self._function = check_function("function", function)
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        self._function(parameter)
 
     def register_first(self, parameter: torch.Tensor) -> None:
         """Registers the hook to run before all that are registered now."""
@@ -118,7 +113,6 @@ def accumulation_hook(
         parameter: A tensor that requires a gradient.
         hook: From the gradient to None, or to the one that is accumulated.
     """
-    check_function("hook", hook)
 
     def before(gradients: Sequence[torch.Tensor | None]) -> Any:
         changed = None if gradients[0] is None else hook(gradients[0])
@@ -131,7 +125,7 @@ def accumulation_hook(
 
 def grad(
     outputs: torch.Tensor,
-    inputs: Sequence[torch.Tensor] | Sequence[GradientEdge],
+    inputs: Tensors | Sequence[GradientEdge],
     *args: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
@@ -173,9 +167,7 @@ def backward(output: torch.Tensor, *, retain_graph: bool = False) -> None:
         _release(output)
 
 
-def add_gradients(
-    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-) -> None:
+def add_gradients(parameters: Tensors, gradients: Tensors) -> None:
     """Adds gradients to ``.grad`` as the end of a backward pass does, hooks included.
 
     Args:

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from xla_replica.common.arguments import check_function
-
 
 def lazy_operation(build: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     """Returns a function of a lazy device's tensors, built of XLA's own operations.
@@ -23,8 +21,6 @@ def lazy_operation(build: Callable[..., Any]) -> Callable[..., torch.Tensor]:
             makes others: ``type(x).scalar(x.builder(), 0, "s32")``. Called once for
             every combination of shapes, dtypes and keywords.
     """
-
-    check_function("build", build)
 
     @functools.cache
     def registered() -> Any:

@@ -9,12 +9,15 @@ import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from xla_replica.common.trees import map_tensors
 from xla_replica.device.device_traits import traits
+
+if TYPE_CHECKING:
+    from xla_replica.backends.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +25,7 @@ _warn_once = functools.cache(logger.warning)
 _END = object()
 
 
-def warn_of_slow_workers(loader: Any) -> None:
+def _warn_of_slow_workers(loader: Any) -> None:
     """Warns, once, where every epoch's workers import torch and the script again."""
     context = getattr(loader, "multiprocessing_context", None) or multiprocessing
     if (
@@ -37,29 +40,35 @@ def warn_of_slow_workers(loader: Any) -> None:
 
 
 def load_ahead(
-    batches: Iterable[Any],
-    ahead: Callable[[Iterable[Any]], Iterable[Any]],
-    sync: Callable[[], None],
-    is_lazy: bool,
+    replica: Replica, batches: Iterable[Any], prefetch: int
 ) -> Iterable[Any]:
-    """Returns ``batches`` as ``ahead`` loads them, as their sampler needs it.
+    """Returns batches as they are on the device, loaded as their sampler needs it.
 
     Args:
+        replica: Whose device it is.
         batches: Any iterable. A sampler of ours, in a ``DataLoader`` or bare, has a
             ``ledger`` of what it deals, or may say ``ends_graphs``.
-        ahead: See `FreshBatches`.
-        sync: Ends the lazy graph.
-        is_lazy: Whether there is one.
+        prefetch: How many batches may wait on the device.
     """
+    if replica.is_primary:
+        _warn_of_slow_workers(batches)
+    copies = StreamCopies(replica.device) if replica.has_streams else None
+
+    def ahead(batches: Iterable[Any]) -> Iterable[Any]:
+        if replica.is_host:  # they are there already
+            return batches
+        if copies is not None:
+            return DeviceLoader(batches, copies.send, prefetch, copies.receive)
+        return DeviceLoader(batches, replica.send, prefetch)
+
     sampler = getattr(batches, "batch_sampler", None)
     if sampler is None:
         sampler = getattr(batches, "sampler", batches)
     ledger = getattr(sampler, "ledger", None)
     if ledger is not None:
         return FreshBatches(batches, ledger, ahead)
-    found = ahead(batches)
-    cuts = is_lazy and getattr(sampler, "ends_graphs", False)
-    return CutBatches(found, sync) if cuts else found
+    cuts = replica.is_lazy and getattr(sampler, "ends_graphs", False)
+    return CutBatches(ahead(batches), replica.sync) if cuts else ahead(batches)
 
 
 @dataclasses.dataclass(eq=False)

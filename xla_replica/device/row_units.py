@@ -16,11 +16,12 @@ its own peaks (`RowUnits.measure` says so).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from xla_replica.common.trees import NamedTensors, Tensors
 from xla_replica.device.comparisons import comparable, where_finite
 
 if TYPE_CHECKING:
@@ -66,10 +67,10 @@ class RowUnits:
         self._bits = 0
         self._scale: Any = 1.0
         self._limit: Any = 0.0
-        self._saved: Mapping[str, torch.Tensor] = {}
+        self._saved: NamedTensors = {}
         self.extend({})
 
-    def extend(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def extend(self, tensors: NamedTensors) -> None:
         """Appends those tensors that are new, without a peak."""
         saved = self.state_dict()
         end = max((rows.stop for rows in self.rows.values()), default=0)
@@ -136,8 +137,8 @@ class RowUnits:
             yield into, torch.mul(part, up, out=scaled).round_()
 
     def pieces(
-        self, tensors: Sequence[torch.Tensor], by_row: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]:
+        self, tensors: Tensors, by_row: Tensors
+    ) -> Iterator[tuple[Tensors, Tensors]]:
         """Yields parts that a CPU's caches hold, and what there is for their rows."""
         if not self.replica.is_host or tensors[0].numel() <= _CACHED:
             yield tensors, by_row
@@ -215,11 +216,7 @@ class RowUnits:
 
     def drop_step(self) -> None:
         """Forgets the largest numbers of the step."""
-        self.found = {}
-        if self.is_lazy:
-            self.seen = torch.zeros_like(self.seen)
-        else:
-            self.seen.zero_()
+        self.found, self.seen = {}, torch.zeros_like(self.seen)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the peaks of every tensor's rows, by its name."""
@@ -228,7 +225,7 @@ class RowUnits:
         [peak] = self.replica.fetch([self._peak])
         return {name: peak[rows].clone() for name, rows in self.rows.items()}
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: NamedTensors) -> None:
         """Takes what `state_dict` has returned; other tensors have no peaks.
 
         Names that are not known yet may be appended later.
@@ -373,7 +370,7 @@ class FloatUnits:
     def __init__(self, replica: Replica) -> None:
         self._is_lazy = replica.is_lazy
 
-    def extend(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def extend(self, tensors: NamedTensors) -> None:
         """Takes named tensors, of which it needs nothing."""
 
     def divisors(self, count: Any = 1) -> Any:

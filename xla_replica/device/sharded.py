@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from xla_replica.common.trees import map_tensors, tensors_in
+from xla_replica.common.trees import NamedTensors, map_tensors, tensors_in
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -69,9 +69,7 @@ def sharding(tensors: Iterable[Any]) -> list[str]:
     return sorted({f"{t.placements} on {tuple(t.device_mesh.shape)}" for t in found})
 
 
-def refuse_sharded(
-    parameters: Mapping[str, torch.Tensor], user: str, remedy: str
-) -> None:
+def refuse_sharded(parameters: NamedTensors, user: str, remedy: str) -> None:
     """Raises TypeError if any of these parameters is sharded.
 
     Args:

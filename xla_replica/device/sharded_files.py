@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from xla_replica.common.files import sha256
+from xla_replica.common.trees import NamedTensors, Tensors
 from xla_replica.device.sharded import is_sharded
+
+if TYPE_CHECKING:
+    from xla_replica.backends.replica import Replica
 
 # What the description of a folder consists of, which is pickled.
 _MODULES = (
@@ -27,10 +31,13 @@ _OTHERS = {
 }  # fmt: skip
 
 
-def write_parts(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def write_parts(
+    replica: Replica, folder: Path, tensors: NamedTensors
+) -> dict[str, str]:
     """Writes this process's parts of tensors; every process calls it.
 
     Args:
+        replica: The process's, of all that share the tensors.
         folder: The folder.
         tensors: By name, the same on every process.
 
@@ -40,29 +47,19 @@ def write_parts(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     Raises:
         OSError: On every process if one of them could not write.
     """
-    from torch import distributed
+    from torch.distributed import checkpoint
 
     with _os_errors():
-        distributed.checkpoint.save(dict(tensors), checkpoint_id=folder)
-    rank, size = 0, 1
-    if distributed.is_initialized():
-        rank, size = distributed.get_rank(), distributed.get_world_size()
-
-    def gathered(value: Any) -> list[Any]:
-        values = [value] * size
-        if size > 1:
-            distributed.all_gather_object(values, value)
-        return values
-
+        checkpoint.save(dict(tensors), checkpoint_id=folder)
     # Of all files, each of which one process reads once more, while it is at hand.
-    names = [file.name for file in folder.iterdir()] if rank == 0 else []
-    names = sorted(gathered(names)[0])
-    own = {name: sha256(folder / name) for name in names[rank::size]}
-    return {name: digest for part in gathered(own) for name, digest in part.items()}
+    names = replica.choose(lambda: sorted(file.name for file in folder.iterdir()))
+    own = names[replica.rank :: replica.num_replicas]
+    parts = replica.all_gather_object({name: sha256(folder / name) for name in own})
+    return {name: digest for part in parts for name, digest in part.items()}
 
 
 def read_parts(
-    folder: Path, wanted: Mapping[str, torch.Tensor], like: Sequence[torch.Tensor]
+    folder: Path, wanted: NamedTensors, like: Tensors
 ) -> dict[str, torch.Tensor]:
     """Returns tensors that `write_parts` wrote on any number of processes.
 

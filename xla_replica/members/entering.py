@@ -7,8 +7,7 @@ import os
 from xla_replica.backends.replica import Replica
 from xla_replica.errors import ReplicaError
 from xla_replica.members.member_replica import MemberReplica
-from xla_replica.members.membership import Membership
-from xla_replica.members.options import LiveOptions
+from xla_replica.members.membership import LiveOptions, Membership
 
 
 def as_member(replica: Replica) -> Replica:

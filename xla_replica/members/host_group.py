@@ -101,12 +101,6 @@ class Slice:
         if self._group is not None and tensor.numel():
             self._group.broadcast(tensor, 0).wait()
 
-    def is_told(self, value: bool) -> bool:
-        """Returns what the first replica brings."""
-        told = torch.tensor([int(value)])
-        self.tell(told)
-        return bool(told)
-
     def share(self, state: Any) -> Any:
         """Returns the first replica's state; see `send_state`."""
         return send_state(state, self.leads, self.tell) if self._group else state

@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from operator import methodcaller
@@ -22,18 +22,21 @@ import torch
 from torch._utils import _take_tensors
 
 from xla_replica.backends.distributed import BUCKET_BYTES
-from xla_replica.backends.gradient_sum import GradientSum
-from xla_replica.backends.overlapped_sum import OverlappedSum
+from xla_replica.backends.gradient_sum import Begin
 from xla_replica.backends.replica import Replica, listed
-from xla_replica.backends.sharded_sum import ShardedSum
-from xla_replica.common.trees import map_tensors
+from xla_replica.common.trees import NamedTensors, Tensors, map_tensors
 from xla_replica.device.sharded import joined_parts, parts_of
 from xla_replica.errors import MemberLost, ReplicaError, Stopped
 from xla_replica.loader_workers import watch_parents
 from xla_replica.members.generation import Generation
 from xla_replica.members.host_group import Slice, as_bytes, connect, send_state
-from xla_replica.members.membership import Membership, in_thread, store_at
-from xla_replica.members.options import DEFAULTS, LiveOptions
+from xla_replica.members.membership import (
+    DEFAULTS,
+    LiveOptions,
+    Membership,
+    in_thread,
+    store_at,
+)
 from xla_replica.members.state_pieces import Pieces, deliver, deliveries
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ _NOT_HEARD = "it is not heard of any more"
 _OF_DEVICES = (
     "sync", "wait", "fetch", "send", "rng_state", "set_rng_state", "check_parameters",
     "is_sharded", "local", "sum_over_shards", "on_gradient", "read_shards",
+    "shards",
 )  # fmt: skip
 _MOST_ATTEMPTS = 20  # of the same members, to connect where they meet
 
@@ -81,10 +85,10 @@ class MemberReplica(Replica):
     ) -> None:
         reason = f"of a member of a live run; {inner.reason}"
         super().__init__(inner.rank, inner.num_replicas, inner.device, reason)
-        self._membership, self._inner = membership, inner
+        self._membership, self._inner, self.overlaps = membership, inner, self.is_host
         # What concerns the device alone is as the backend has it.
-        for verb in _OF_DEVICES:
-            setattr(self, verb, getattr(inner, verb))
+        for name in _OF_DEVICES:
+            setattr(self, name, getattr(inner, name))
         self._patience = options.patience_seconds
         self._timeout = options.timeout_seconds
         address = membership.store_address if membership else ""
@@ -113,10 +117,6 @@ class MemberReplica(Replica):
     def wants_change(self) -> bool:
         return self._membership is not None and self._membership.someone_waits
 
-    @property
-    def generation(self) -> int:
-        return self.met.number if self.met else 0
-
     def seed(self, seed: int) -> None:
         self._inner.seed(seed + self.rank - self._inner.rank)  # which it adds
 
@@ -140,8 +140,8 @@ class MemberReplica(Replica):
         Args: See `Offer`.
         """
         self._drop_group()
-        attempts: list[tuple[str, ...]] = []  # the members of each
-        while not _repeats(attempts):
+        num_same, last = 0, tuple[str, ...]()  # attempts of the same members
+        while num_same < _MOST_ATTEMPTS:
             found: Any = None
             if self._membership:
                 try:
@@ -154,11 +154,12 @@ class MemberReplica(Replica):
                 raise Stopped(*found["stopped"])
             self._take(Generation.of(found["met"]), found["me"])
             try:
-                self._exchange(self._join)
+                self.together([self._join] if self.brings else [])
                 return self.met
             except MemberLost:
                 self._drop_group()
-            attempts.append(self.met.members)
+            num_same = num_same + 1 if self.met.members == last else 1
+            last = self.met.members
         raise ReplicaError(
             f"the same members have met {_MOST_ATTEMPTS} times, and have not been able "
             "to connect: they reach the lighthouse, but perhaps not each other's "
@@ -169,6 +170,7 @@ class MemberReplica(Replica):
     def _take(self, generation: Generation, me: str) -> None:
         """Takes its place in a generation."""
         self.met, self._is_broken = generation, False
+        self.generation = generation.number
         self.member = generation.members.index(me)
         sizes = [offer.num_replicas for offer in generation.offers]
         *self._firsts, self.num_replicas = itertools.accumulate(sizes, initial=0)
@@ -196,38 +198,24 @@ class MemberReplica(Replica):
 
     # --- with other members ---------------------------------------------------------
 
-    def _lead(self, exchange: Callable[[], None]) -> None:
-        """Runs what the first replica of this member does with those of others, there.
-
-        Raises MemberLost on all replicas of the member if it does.
-        """
-        lost: MemberLost | None = None
-        if self.leads:
-            try:
-                exchange()
-            except MemberLost as error:
-                lost = error
-        if not self._slice.is_told(lost is None):
-            self._is_broken = True
-            raise lost or self._loss("what its first replica does", "which knows why")
-
     def together(self, waits: Iterable[Callable[[], None]]) -> None:
         lost: MemberLost | None = None
         try:
             super().together(waits)
         except MemberLost as error:
-            self._slice.note_loss(self._keys)  # to who waits for others of that member
             lost = error
+            if self._has_shards:  # others of this member wait for those of that one
+                self._slice.note_loss(self._keys)
         if self.in_member(lost is not None):
             self._is_broken = True
-            raise lost or self._loss("a sum of shards", "which another replica knows")
+            raise lost or self._loss("a collective", "which another replica knows")
 
-    def _exchange(self, exchange: Callable[[], None]) -> None:
-        """Runs what those do that have a group: first replicas, or all with parts."""
-        if self._has_shards:
-            self.together([exchange])
-        else:
-            self._lead(exchange)
+    def _lead(self, exchange: Callable[[], None]) -> None:
+        """Runs what the first replica of this member does with those of others, there.
+
+        Raises MemberLost on all replicas of the member if it does.
+        """
+        self.together([exchange] if self.leads else [])
 
     def _join(self) -> None:
         if not self._is_alone:
@@ -296,8 +284,8 @@ class MemberReplica(Replica):
     @property
     def _is_alone(self) -> bool:
         """Whether there is no other member to sum with. It is not after a loss."""
-        has_others = self.met is not None and len(self.met.members) > 1
-        return not has_others and not self._is_broken
+        is_one = self.met is None or len(self.met.members) == 1
+        return is_one and not self._is_broken
 
     @property
     def _is_cut_off(self) -> bool:
@@ -315,16 +303,12 @@ class MemberReplica(Replica):
         """What the keys of this generation begin with."""
         return f"{self.met.number}-{self.met.lineage}"
 
-    def _check_met(self, verb: str = "all_reduce_") -> None:
-        """Raises MemberLost if this member must meet the others first."""
-        if self._is_broken or self._was_silent:
-            raise self._loss(verb, "or was silent, and has not met the others since")
-
     def _wait(self, verb: str, begin: Callable[[Any], Any]) -> None:
         """Waits for a collective of the members' group, as long as all live."""
         if self._is_alone:
             return
-        self._check_met(verb)
+        if self._is_broken or self._was_silent:
+            raise self._loss(verb, "or was silent, and has not met the others since")
         with self._noticing(verb):
             work = begin(self._group)
             # Not by a callback, which would abort where Python exits before it is run.
@@ -361,7 +345,7 @@ class MemberReplica(Replica):
 
     # --- collectives ----------------------------------------------------------------
 
-    def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
+    def all_reduce_(self, tensors: Tensors) -> None:
         tensors = listed("all_reduce_", tensors)
         # The results of a program are in the order in which tensors were written, and a
         # replica without a minibatch has written to them in another one.
@@ -377,47 +361,31 @@ class MemberReplica(Replica):
             elif not self.is_host:  # told below
                 self.sync()  # as `fetch` begins: the same program
                 on_host = [torch.empty(each.shape, dtype=each.dtype) for each in sums]
-            for own, sent in zip(_buckets(tensors), _buckets(on_host)):
+            buckets = (_take_tensors(each, BUCKET_BYTES) for each in (tensors, on_host))
+            for own, sent in zip(*buckets):
                 flat = torch.cat([tensor.detach().reshape(-1) for tensor in sent])
                 self._sum_over_members("all_reduce_", flat)
                 parts = self.send(flat).split([tensor.numel() for tensor in own])
                 for tensor, part in zip(own, parts):
                     tensor.copy_(part.view_as(tensor))
 
-    def gradient_sum(
-        self,
-        may_begin: Callable[[], bool],
-        overlap: bool = True,
-        parameters: Sequence[torch.Tensor] = (),
-        shards: bool = True,
-    ) -> GradientSum:
-        if self.is_sharded(parameters):
-            if not self.is_host:
-                raise TypeError(
-                    "live members whose model FSDP2 shards compute on CPUs so far: "
-                    "train it without LIVE_LIGHTHOUSE, or keep it whole"
-                )
-            self._has_shards, inner = True, self._inner
-            self._shards: Any = inner.shards  # type: ignore[attr-defined]
-            begin = self._begin_over_members
-            return ShardedSum(self, may_begin, self._shards, begin, whole=not shards)
-        if self.is_host and overlap:
-            return OverlappedSum(self, may_begin, self.begin_sum)
-        return super().gradient_sum(may_begin, overlap, parameters)
+    def sums_parts(self) -> Begin:
+        if not self.is_host:
+            raise TypeError(
+                "live members whose model FSDP2 shards compute on CPUs so far: "
+                "train it without LIVE_LIGHTHOUSE, or keep it whole"
+            )
+        self._has_shards = True
+        return self._begin_over_members
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begins a sum over members, in the order of all others; a slice makes it.
+        """Begins a sum over members, in the order of all others; of slices none begins.
 
         A loss is raised by the function that waits for it, not out of backward().
         """
-        if not self.is_host:
-            return super().begin_sum(tensor)
-        if self._inner.num_replicas == 1:
+        if self.is_host and self._inner.num_replicas == 1:
             return self._begin_over_members(tensor)
-        with contextlib.suppress(MemberLost):  # nothing works any more then
-            self.all_reduce_([tensor])
-            return lambda: None
-        return self._check_met
+        return super().begin_sum(tensor)
 
     def _begin_over_members(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Begins the sum of a tensor with those of the same rank, see `begin_sum`."""
@@ -445,9 +413,7 @@ class MemberReplica(Replica):
             return tensor.detach().clone().unsqueeze(0)
         return self.send(self._rows("all_gather", tensor))
 
-    def write_shards(
-        self, folder: Path, tensors: Mapping[str, torch.Tensor]
-    ) -> dict[str, str]:
+    def write_shards(self, folder: Path, tensors: NamedTensors) -> dict[str, str]:
         return self._inner.write_shards(folder, tensors) if self.member == 0 else {}
 
     def _broadcast_(self, tensors: list[torch.Tensor], source: int) -> None:
@@ -471,6 +437,10 @@ class MemberReplica(Replica):
         it calls this again.
         """
 
+        receives = self.member in receivers and self.member != source
+        own, (state, shapes) = state, parts_of(state)
+        common = common, shapes
+
         def broadcast(tensor: torch.Tensor) -> None:
             self._wait("share", methodcaller("broadcast", tensor, source))
 
@@ -478,7 +448,6 @@ class MemberReplica(Replica):
             nonlocal common, state
             if self._is_alone:
                 return
-            receives = self.member in receivers and self.member != source
             sent = common, map_tensors(state, lambda tensor: tensor.to("meta"))
             common, form = send_state(sent, self.member == source, broadcast)
             if receives:
@@ -490,19 +459,16 @@ class MemberReplica(Replica):
                 self._bring(self._pieces, source, receivers)
                 self._pieces = None
 
+        self.together([exchange] if self.brings else [])
+        common, shapes = common
+        if receives and self.brings:
+            like = self.shards.places if self._has_shards else []
+            own = joined_parts(state, shapes, like)
         if self._has_shards:
-            receives = self.member in receivers and self.member != source
-            own, (state, shapes) = state, parts_of(state)
-            common = common, shapes
-            self.together([exchange])
-            common, shapes = common
-            if receives:
-                own = joined_parts(state, shapes, self._shards.places)
             return common, own
-        self._lead(exchange)
         if self.member in receivers:
-            state = self._slice.share(state)
-        return self._slice.share(common), state
+            own = self._slice.share(own)
+        return self._slice.share(common), own
 
     def _bring(self, pieces: Pieces, source: int, receivers: Sequence[int]) -> None:
         """Sends and receives pieces; raises MemberLost if some have not come."""
@@ -521,13 +487,3 @@ def _ends_soon(work: Any) -> bool:
         return work.wait(timedelta(seconds=_LOOK_SECONDS))
     except RuntimeError:  # or it has only not ended yet
         return work.is_completed() and work.wait()
-
-
-def _repeats(attempts: Sequence[tuple[str, ...]]) -> bool:
-    """Returns whether the last attempts are as many as may be of the same members."""
-    last = attempts[-_MOST_ATTEMPTS:]
-    return len(last) == _MOST_ATTEMPTS and len({*last}) == 1
-
-
-def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    return list(_take_tensors(tensors, BUCKET_BYTES))

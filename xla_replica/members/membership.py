@@ -21,14 +21,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch
 
 from xla_replica.errors import ReplicaError, Stopped, Superseded
 from xla_replica.members.generation import Generation, Offer, next_generation, prove
-from xla_replica.members.options import DEFAULTS, LiveOptions
 from xla_replica.stopping import stop_requested
 
 logger = logging.getLogger(__name__)
@@ -41,6 +40,43 @@ _HANGS = "hangs"
 _STORE_SECONDS = 5.0
 _SEEN = re.compile(r"(member-[0-9a-f]{32}): seen ([0-9.e+-]+)s ago")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+
+
+class LiveOptions(NamedTuple):
+    """Each of these is the variable ``LIVE_`` and its name, where that is set.
+
+    Attributes:
+        token: A text that all members of the run know.
+        min_members: How many must be there for training to go on.
+        heartbeat_seconds: After how long a member that is not heard of counts as dead:
+            the lighthouse's own option, which must be the same.
+        patience_seconds: For the others, where members meet.
+        timeout_seconds: How late a living member may be at a collective.
+        interface: The network interface by which others reach this member, such as
+            ``eth1``; by default the one that leads to the lighthouse.
+    """
+
+    token: str = ""
+    min_members: int = 1
+    heartbeat_seconds: float = 1.0
+    patience_seconds: float = 300.0
+    timeout_seconds: float = 60.0
+    interface: str = ""
+
+    @classmethod
+    def of_environment(cls) -> LiveOptions:
+        """Returns what the environment says; raises ReplicaError if it errs."""
+        told: dict[str, Any] = {}
+        for option, default in cls._field_defaults.items():
+            text = os.environ.get(name := f"LIVE_{option.upper()}")
+            try:
+                told[option] = default if text is None else type(default)(text)
+            except ValueError as error:
+                raise ReplicaError(f"{name}={text!r}: {error}") from error
+        return cls(**told)
+
+
+DEFAULTS = LiveOptions()
 
 
 class Membership:
@@ -58,16 +94,14 @@ class Membership:
         was_silent: Whether the others had reason to take it for dead since it last met
             them. Then it must meet them again: what they had begun to sum before they
             went on without it may still end.
+        has_lost: Whether a member of the generation is not heard of any more.
         generation: The last one that it was in; None before the first.
         settings: What members must have in common, as plain values by name.
         is_behind: Whether a checkpoint is newer than this member's state.
     """
 
     def __init__(
-        self,
-        lighthouse: str,
-        options: LiveOptions = DEFAULTS,
-        num_replicas: int = 1,
+        self, lighthouse: str, options: LiveOptions = DEFAULTS, num_replicas: int = 1
     ) -> None:
         self._address = lighthouse.rstrip("/")
         self._token, self._min_members = options.token, options.min_members
@@ -77,7 +111,8 @@ class Membership:
         self.id = _new_id()
         self.generation: Generation | None = None
         self._quorum = self._last_quorum = 0  # numbers of the last two
-        self.was_silent = False
+        self.has_lost = self.was_silent = False
+        self._is_asking = False  # for a generation
         self.settings: Mapping[str, Any] = {}
         self.is_behind: Callable[[], bool] = bool
         # Ids of who has left or was refused, and what the watch has seen last.
@@ -88,7 +123,6 @@ class Membership:
         # After members that have joined and gone nobody joins for a while.
         self._pause, self._admits_at = 0.0, 0.0
         self._heard_at = time.monotonic()  # when the lighthouse last heard of this one
-        self._lost: frozenset[str] = frozenset()
         self.host, self._client = self._connect()
         if options.interface:
             self.host = _address_of(options.interface)
@@ -96,7 +130,6 @@ class Membership:
             self.host, 0, is_master=True, wait_for_workers=False
         )
         self.store_address = f"{self.host}:{self._store.port}"
-        self._is_asking = False  # for a generation
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="members", daemon=True)
         atexit.register(self._end)
@@ -148,10 +181,9 @@ class Membership:
         self._store.delete_key(_HANGS)
         # The lighthouse answers without one that hangs after this patience, no sooner.
         tells_at = time.monotonic() + self._patience
-        give_up = tells_at + self._patience
         offer = self._offer(mark, is_between, leaves)
         while True:
-            offers = self._ask(offer, give_up)
+            offers = self._ask(offer)
             try:
                 self._check_is_not_left(offers)
                 found = next_generation(offers, self.id, self._token, self._min_members)
@@ -181,7 +213,7 @@ class Membership:
         for member in going.keys() - self._ignored:
             logger.warning(f"{offers[member].name} {going[member]}")
         self._ignored |= {*going}
-        self._lost, self.was_silent, self._is_asking = frozenset(), False, False
+        self.has_lost = self.was_silent = self._is_asking = False
         if last := self.generation:
             self._note_joiners(last, found, mark)
             self._left_out |= {*last.members} - {*found.members}
@@ -247,35 +279,33 @@ class Membership:
                 f"generation {last.number} is gone: start it again"
             )
 
-    def _ask(self, offer: Offer, give_up: float) -> dict[str, Offer]:
+    def _ask(self, offer: Offer) -> dict[str, Offer]:
         """Returns what the members of a quorum offer, by id."""
+        ask = partial(
+            self._client.quorum,
+            self.id,
+            timedelta(seconds=max(self._patience, 1.0)),
+            address="",
+            store_address=offer.store,
+            step=0,
+            world_size=1,
+            data=dataclasses.asdict(offer),
+        )
+        seconds = 0.0
         while True:
             began = time.monotonic()
-            left = give_up - began
-            limit = max(min(left, self._patience), 1.0)
             try:
-                quorum = in_thread(
-                    partial(
-                        self._client.quorum,
-                        self.id,
-                        timedelta(seconds=limit),
-                        address="",
-                        store_address=offer.store,
-                        step=0,
-                        world_size=1,
-                        data=dataclasses.asdict(offer),
-                    ),
-                    self._check_stop,
-                )
+                quorum = in_thread(ask, self._check_stop)
             except (RuntimeError, TimeoutError) as error:
-                if left <= 0 and not self._seen:  # else it is there: time ends nobody
+                # At most what it was to take: this member may have been paused.
+                seconds += min(time.monotonic() - began, self._patience)
+                seconds += self._heartbeat_seconds
+                if seconds > 2 * self._patience and not self._seen:  # else it is there
                     raise ReplicaError(
                         f"the lighthouse at {self._address} has made no quorum for "
                         f"{2 * self._patience:g} s: {error}"
                     ) from error
                 logger.warning(f"the lighthouse is asked again: {error}")
-                # Not while this member was paused.
-                give_up += max(time.monotonic() - began - limit, 0.0)
                 self._quieten_others()
                 time.sleep(self._heartbeat_seconds)
                 continue
@@ -316,11 +346,6 @@ class Membership:
     # --- what the watch knows -------------------------------------------------------
 
     @property
-    def has_lost(self) -> bool:
-        """Whether a member of the generation is not heard of any more."""
-        return bool(self._lost)
-
-    @property
     def someone_waits(self) -> bool:
         """Whether a living process wants to join the generation, or has to."""
         # Fewer than have passed since a death when the others meet.
@@ -356,7 +381,7 @@ class Membership:
             limit = self._heartbeat_seconds
             self._left_out -= {m for m, age in self._seen.items() if age >= limit}
             # A lighthouse that has just started does not know who it will hear of.
-            self._lost = frozenset(m for m in members if self._seen.get(m, 0) >= limit)
+            self.has_lost = any(self._seen.get(m, 0) >= limit for m in members)
 
 
 def in_thread(make: Callable[[], Any], look: Callable[[], Any]) -> Any:

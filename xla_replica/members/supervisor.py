@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import logging
 import os
 import secrets
@@ -15,11 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from xla_replica.members.processes import LEFT, Processes
+from xla_replica.stopping import SIGNALS
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +26,9 @@ _LOOK_SECONDS = 0.1
 _PATIENCE_SECONDS = 10.0  # for members that were asked to stop
 _MOST = 2  # failures of each
 _LONGEST_PAUSE_SECONDS = 60.0
+_HOST = "127.0.0.1"
+# The exit statuses of who was asked to stop.
+_LEFT = (*(128 + n for n in SIGNALS), -signal.SIGTERM, -signal.SIGINT)
 
 
 @contextlib.contextmanager
@@ -122,35 +123,80 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(keep_running(options.script, *numbers))
 
 
-@dataclasses.dataclass
 class _Place:
-    """Where one member runs after another."""
+    """Where one member runs after another, each as so many processes.
 
-    update_file: Path  # which a member makes that has made an update
-    process: Any = None  # `Processes` of the member which runs there
-    num_failed: int = 0  # members, one after another without an update
-    starts_at: float = 0.0  # another one, where none runs
+    Processes of a member are started as torchrun starts them; if one dies, so do all.
 
-    def start(
-        self, command: Sequence[str], environment: Mapping[str, str], number: int
+    Args:
+        file: Which a member makes that has made an update.
+        command: What each process runs.
+        environment: Theirs, beside RANK, WORLD_SIZE and their like if they are several.
+        number: How many processes a member has.
+
+    Attributes:
+        processes: Those of the member which runs there.
+        num_failed: Members that have, one after another without an update.
+        starts_at: When another one starts, where none runs.
+    """
+
+    def __init__(
+        self, file: Path, command: list[str], environment: dict[str, str], number: int
     ) -> None:
+        self.update_file, self._command, self._number = file, command, number
+        self._environment = {**environment, "LIVE_UPDATE_FILE": str(file)}
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.num_failed, self.starts_at = 0, 0.0
+        self._status = 0  # of the first process that has not ended well
+
+    def start(self) -> None:
+        """Starts a member."""
         self.update_file.unlink(missing_ok=True)
-        told = {**environment, "LIVE_UPDATE_FILE": str(self.update_file)}
-        self.process = Processes(command, told, number)
+        own: list[dict[str, str]] = [{}]
+        if self._number > 1:
+            from torch.distributed import TCPStore
+
+            # At which they meet.
+            self._store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+            common = {
+                "WORLD_SIZE": str(self._number),
+                "LOCAL_WORLD_SIZE": str(self._number),
+                "MASTER_ADDR": _HOST,
+                "MASTER_PORT": str(self._store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
+            ranks = map(str, range(self._number))
+            own = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
+        self.processes = [
+            subprocess.Popen(self._command, env={**self._environment, **each})
+            for each in own
+        ]
+        self._status = 0
+
+    def poll(self) -> int | None:
+        """Returns how the member has ended; None if it runs, or there is none."""
+        statuses = [process.poll() for process in self.processes]
+        self._status = self._status or next(filter(None, statuses), 0)
+        if self.processes and None not in statuses:
+            return self._status
+        if self._status and self._status not in _LEFT:
+            for process in self.processes:
+                process.kill()
+        return None
 
     def plan_another(self, status: int) -> None:
         """Says when another member follows one that has died."""
         num = self.num_failed
         pause = min(2.0 ** (num - 1), _LONGEST_PAUSE_SECONDS) if num else 0.0
         logger.warning(
-            f"member {self.process.pid} has died ({status}): another one"
+            f"member {self.processes[0].pid} has died ({status}): another one"
             + (f" in {pause:g} s" if pause else "")
         )
-        self.process, self.starts_at = None, time.monotonic() + pause
+        self.processes, self.starts_at = [], time.monotonic() + pause
 
 
 def keep_running(
-    script: Sequence[str],
+    script: list[str],
     num_members: int,
     variables: dict[str, str],
     num_processes: int = 1,
@@ -174,48 +220,44 @@ def keep_running(
             how = "--standalone", f"--nproc-per-node={num_processes}"
             started = ["torchrun", *how, *script]
         logger.info(f"another member: . {folder}/variables; {shlex.join(started)}")
-        places = [_Place(folder / str(number)) for number in range(num_members)]
+        how_started = command, {**os.environ, **variables}, num_processes
+        files = [folder / str(number) for number in range(num_members)]
+        places = [_Place(file, *how_started) for file in files]
         try:
-            return _fill(places, command, {**os.environ, **variables}, num_processes)
+            return _fill(places)
         except KeyboardInterrupt:
             return 130
         finally:
-            _end([place.process for place in places if place.process])
+            _end([process for place in places for process in place.processes])
 
 
-def _fill(
-    places: list[_Place],
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    num_processes: int,
-) -> int:
+def _fill(places: list[_Place]) -> int:
     """Has a member in every place until the run is over; see `keep_running`."""
     left = 0
     statuses: list[int | None] = []  # of who has died, None after an update
     while places:
         for place in places:
-            if place.process is None and time.monotonic() >= place.starts_at:
-                place.start(command, environment, num_processes)
+            if not place.processes and time.monotonic() >= place.starts_at:
+                place.start()
         time.sleep(_LOOK_SECONDS)
         for place in [*places]:
-            status: int | None = place.process.poll() if place.process else None
+            status = place.poll()
             if status is None:
                 continue
             if status == 0:
-                for each in places:
-                    if each.process:
-                        each.process.wait()
+                for process in (p for each in places for p in each.processes):
+                    process.wait()
                 return 0
-            if status in LEFT:
+            if status in _LEFT:
                 left = abs(status) % 128 + 128
                 places.remove(place)
             else:
                 has_updated = place.update_file.exists()
                 place.num_failed = 0 if has_updated else place.num_failed + 1
                 statuses.append(None if has_updated else status)
-                others = [each for each in places if each.process and each is not place]
-                if not others and _are_hopeless(places, statuses):
-                    pid = place.process.pid
+                others = [each for each in places if each.processes]
+                if others == [place] and _are_hopeless(places, statuses):
+                    pid = place.processes[0].pid
                     logger.error(f"member {pid} and those before it have failed")
                     return status
                 place.plan_another(status)
@@ -233,12 +275,12 @@ def _are_hopeless(places: Sequence[_Place], statuses: Sequence[int | None]) -> b
     return is_soon or all(place.num_failed > _MOST for place in places)
 
 
-def _end(members: Sequence[Processes]) -> None:
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Asks members to stop; kills them if they take long, or if asked once more."""
     with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):
-        for member in members:
-            member.terminate()
-        for member in members:
-            member.wait(_PATIENCE_SECONDS)
-    for member in members:  # they wait for others, perhaps
-        member.kill()
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(_PATIENCE_SECONDS)
+    for process in processes:  # they wait for others, perhaps
+        process.kill()

@@ -45,7 +45,7 @@ def run_script(
     from torch_xla._internal import pjrt
 
     num_launches = 0
-    prepare = _say_tpu if as_tpu else None
+    kind = _TpuLikeRuntime if as_tpu else EmulatedRuntime
 
     def run_multiprocess(fn: Any, *args: Any, **options: Any) -> dict[int, Any]:
         """Does what torch_xla's function of this name does.
@@ -56,7 +56,7 @@ def run_script(
         check_no_device_is_used()
         nonlocal num_launches
         num_launches += 1
-        runtime = EmulatedRuntime(num_replicas, timeout, prepare)
+        runtime = kind(num_replicas, timeout)
         call = functools.partial(fn, *args, **options)
         try:
             results = run_in_children(runtime, _call_without_rank, (call,))
@@ -92,6 +92,12 @@ def _call_without_rank(rank: int, call: Callable[[], Any]) -> Any:
         if exited.code in (None, 0):
             raise Stopped("sys.exit", 0) from None
         raise
+
+
+class _TpuLikeRuntime(EmulatedRuntime):
+    def prepare(self, number: int) -> None:
+        super().prepare(number)
+        _say_tpu()
 
 
 def _say_tpu() -> None:

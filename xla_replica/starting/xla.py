@@ -166,8 +166,8 @@ class TpuRuntime(Runtime):
         self._returned[number] = time.monotonic()
 
     def replica(self, number: int, folder: str) -> AbstractContextManager[XlaReplica]:
-        waiting = functools.partial(self.waiting, number)
-        replica = XlaReplica("a process of this host", waiting)
+        replica = XlaReplica("a process of this host")
+        replica.waiting = functools.partial(self.waiting, number)
         self._ranks[number] = replica.rank
         # A chip of v2 and v3 has two devices, which are alone without knowing it.
         num_devices = max(replica.num_replicas, replica.rank + 1)
@@ -190,26 +190,17 @@ _STATUS_BYTES = 400
 
 
 class EmulatedRuntime(Runtime):
-    """One child, in which each replica is a thread.
-
-    The child calls ``prepare_script`` before it imports the user's modules.
-    """
+    """One child, in which each replica is a thread."""
 
     causes: Mapping[int, str] = {
         -signal.SIGABRT: "XLA aborts when replicas that run different programs have "
         "waited 15 s for each other in a collective"
     }
 
-    def __init__(
-        self,
-        num_replicas: int,
-        timeout: float,
-        prepare_script: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, num_replicas: int, timeout: float) -> None:
         super().__init__(num_replicas, timeout)
         self.num_processes = 1
         self.variables = environment(num_replicas)
-        self._prepare_script = prepare_script
         self._doing = [
             RawArray(ctypes.c_char, _STATUS_BYTES) for _ in range(num_replicas)
         ]
@@ -227,8 +218,6 @@ class EmulatedRuntime(Runtime):
         torch.set_num_threads(1)
         # Before the user's module is imported: it may take names from torch_xla.
         self._emulator = Emulator(self.num_replicas, self.timeout, self._report)
-        if self._prepare_script is not None:
-            self._prepare_script()
 
     def run(self, number: int, run: Callable[[], None]) -> None:
         from torch_xla._internal import pjrt

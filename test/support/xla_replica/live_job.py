@@ -45,11 +45,7 @@ PHASES = {
     "set_epoch": ("variable_batch_size.optimizer", "ElasticOptimizer", "set_epoch"),
     "evaluation": ("support.variable_batch_size.member", "Evaluation", "__call__"),
     "save": ("variable_batch_size.checkpoint.checkpointer", "Checkpointer", "_save"),
-    "transfer": (
-        "xla_replica.members.member_replica",
-        "MemberReplica",
-        "share_in_pieces",
-    ),
+    "transfer": ("xla_replica.members.member_replica", "MemberReplica", "share"),
 }
 # Further ones of members whose sums are of floats.
 FLOAT_PHASES = {

@@ -22,8 +22,7 @@ import xla_replica
 from xla_replica import Stopped
 from xla_replica.members import membership
 from xla_replica.members.member_replica import MemberReplica
-from xla_replica.members.membership import Membership
-from xla_replica.members.options import LiveOptions
+from xla_replica.members.membership import LiveOptions, Membership
 from xla_replica.stopping import StopRequest
 
 
