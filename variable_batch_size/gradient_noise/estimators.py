@@ -5,14 +5,14 @@ minibatches in a step and B = n b: the minibatch gradients g_1 ... g_n are means
 samples each, E||g_i||^2 = |G|^2 + tr Sigma / b, where G is the true gradient and Sigma
 the covariance of a single sample's. Everything below needs two sums of a step,
 
-    A = b sum_i ||g_i||^2    and    Q = ||mean_i g_i||^2,
+    A = sum_i ||g_i||^2    and    Q = ||mean_i g_i||^2,
 
 and does not depend on which replica ran which minibatch. Operands are tensors where a
 lazy backend would upload a Python number in every step.
 
 **Statistics** are tensors of shape ``(3, G)`` for G parameter groups: tr Sigma of one
-sample, |G|^2, and the weight they carry. An estimate has weight 1; averages begin as
-zeros, of weight 0, and dividing by it removes the bias towards them.
+sample, |G|^2, and the weight they carry. An estimate has weight 1; averages begin with
+weight 0, and dividing by it removes the bias towards the zeros they begin with.
 """
 
 from __future__ import annotations
@@ -22,24 +22,56 @@ import math
 import torch
 
 Tensor = torch.Tensor
+Matrix = tuple[tuple[float, ...], ...]
 
 
-def coefficients(num_minibatches: Tensor, total: Tensor) -> Tensor:
-    """Returns unbiased estimates from one step, linear in A and Q: ``(3, 3, 1)``.
+def no_statistics(
+    num_groups: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Returns statistics in which nothing is known yet: ``(3, G)``."""
+    return torch.zeros(3, num_groups, dtype=dtype, device=device)
 
-    Let minibatch i sum the gradients of w_i units (samples, or tokens) to S_i, and W be
-    the sum of the w_i. Then A = sum_i ||S_i||^2 / w_i has the expectation W |G|^2 +
-    n tr Sigma of one unit, and Q = ||sum_i S_i / W||^2 has |G|^2 + tr Sigma / W, so
-    that
+
+def coefficients(num_minibatches: int, minibatch_size: int) -> Matrix:
+    """Returns unbiased estimates from one step, linear in A and Q: ``(3, 3)``.
+
+    The variance of a minibatch gradient is v = (A - n Q) / (n - 1); tr Sigma = b v and
+    |G|^2 = Q - v / n. The same numbers as McCandlish et al. 2018 (arXiv:1812.06162,
+    A.1) with batches of b and B samples.
+
+    Args:
+        num_minibatches: n. One has no variance to measure: all zeros.
+        minibatch_size: b, in samples.
+
+    Returns:
+        What multiplies (A, Q, 1) to make (tr Sigma, |G|^2, 1).
+    """
+    n, b = num_minibatches, minibatch_size
+    if n < 2:
+        return ((0.0,) * 3,) * 3
+    return (
+        (b / (n - 1), -b * n / (n - 1), 0.0),
+        (-1 / (n * (n - 1)), n / (n - 1), 0.0),
+        (0.0, 0.0, 1.0),
+    )
+
+
+def weighted_coefficients(num_minibatches: Tensor, total: Tensor) -> Tensor:
+    """Returns `coefficients` where minibatches have weights: ``(3, 3, 1)``.
+
+    Let minibatch i sum the gradients of w_i units (tokens) to S_i, and W be the sum of
+    the w_i. Then A = sum_i ||S_i||^2 / w_i has the expectation W |G|^2 + n tr Sigma of
+    one unit, and Q = ||sum_i S_i / W||^2 has |G|^2 + tr Sigma / W, so that
 
         tr Sigma = (A - W Q) / (n - 1)      |G|^2 = Q - tr Sigma / W
 
-    are unbiased: where all w_i are b, and W is B, the numbers of McCandlish et al. 2018
-    (arXiv:1812.06162, A.1) with batches of b and B samples.
+    are unbiased, as `coefficients` are, whose numbers they are if all w_i are b and A
+    is b times theirs.
 
     Args:
-        num_minibatches: ``(1,)``: n, those of a weight above zero. One has no variance
-            to measure.
+        num_minibatches: ``(1,)``: n, those of a weight above zero.
         total: ``(1,)``: W.
 
     Returns:
@@ -60,7 +92,7 @@ def coefficients(num_minibatches: Tensor, total: Tensor) -> Tensor:
 def estimate(minibatch_squares: Tensor, mean_square: Tensor, matrix: Tensor) -> Tensor:
     """Returns the statistics of one step, of weight 1: ``(3, G)``.
 
-    >>> matrix = coefficients(torch.tensor([2.0]), total=torch.tensor([2.0]))
+    >>> matrix = torch.tensor(coefficients(num_minibatches=2, minibatch_size=1))
     >>> estimate(torch.tensor([10.0]), torch.tensor([4.0]), matrix)
     tensor([[2.],
             [3.],
@@ -69,11 +101,21 @@ def estimate(minibatch_squares: Tensor, mean_square: Tensor, matrix: Tensor) -> 
     Args:
         minibatch_squares: ``(G,)``: A.
         mean_square: ``(G,)``: Q.
-        matrix: ``(3, 3, 1)``: `coefficients`.
+        matrix: ``(3, 3)``: `coefficients`; or ``(3, 3, 1)``, which saves an operation.
     """
     sums = torch.stack([minibatch_squares, mean_square, torch.ones_like(mean_square)])
     # Not a matrix product, which a TPU computes from bfloat16 factors.
-    return (matrix * sums).sum(1)
+    return (matrix.reshape(3, 3, 1) * sums).sum(1)
+
+
+def weight_of(num_minibatches: int, time_constant: float) -> float:
+    """Returns a step's weight in the averages: 1 - exp(-n / T), or 0 if n is 1.
+
+    T, the time constant, is in minibatches, whatever the number n of them in a step.
+    """
+    if num_minibatches < 2:
+        return 0.0
+    return -math.expm1(-num_minibatches / time_constant)
 
 
 def average(averages: Tensor, new: Tensor, weight: Tensor) -> Tensor:
@@ -93,6 +135,8 @@ def unbiased(averages: Tensor) -> Tensor:
 
 def overall(statistics: Tensor) -> Tensor:
     """Returns those of all groups together, without a useful weight: ``(3, 1)``."""
+    if statistics.shape[1] == 1:
+        return statistics
     return unbiased(statistics).sum(1, keepdim=True)
 
 

@@ -103,18 +103,22 @@ class NoiseMeter(Part):
         self._replica, self._scalars = run.replica, run.scalars
         replica, groups = run.replica, run.inner.param_groups
         self._base = ref_batchsize  # whose gain is one
+        self._batch_size: float = ref_batchsize  # of the last update
         self.dtype = dtype_for(p for group in groups for p in group["params"])
         is_exact = run.sums.is_exact
         self._gradients = GradientSquares(self.dtype, replica, is_exact)
+        self._unseen = False  # whether gradients of this step were not looked at
         self._num_measured: float = 0  # steps that should have told of the noise
+        self._averages = estimators.no_statistics(0, self.dtype, replica.device)
         # Of the step under way: (G,), and the number of minibatches with a weight.
         self._squares = SmallSum(0, self.dtype, replica, is_exact)
         self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
-        self._averages = self._count.new_zeros(3, 0)
-        self._batch_size = replica.scalar(ref_batchsize, self.dtype)  # of the last
         # An integer and a fraction: one float would lose fractions as it grows.
-        whole = torch.zeros(1, dtype=torch.int64, device=replica.device)
-        self._progress = whole, torch.zeros_like(self._count)
+        self._progress = (
+            torch.zeros(1, dtype=torch.int64, device=replica.device),
+            torch.zeros(1, dtype=self.dtype, device=replica.device),
+        )
+        self._uploaded: dict[str, torch.Tensor] = {}
         self.watch(groups)
 
     # --- while training -------------------------------------------------------------
@@ -127,12 +131,21 @@ class NoiseMeter(Part):
         and it does not count: on no replica, since the sum over them is not finite.
         """
         if num_new := len(groups) - self._num_groups:
-            new = self._averages.new_zeros(3, num_new)
+            new = estimators.no_statistics(num_new, self.dtype, self._replica.device)
             self._averages = torch.cat([self._averages, new], dim=1)
             self._squares.grow(num_new)
             self._replica.sync()  # zeros on the device, not in the first graph
         if self._gradients.watch(groups) and after_backward:
             self._squares.spoil()
+
+    def begin_minibatch(self, step: Step | None) -> None:
+        """Prepares for a minibatch of a step.
+
+        The only one tells nothing of the noise by its gradients, which are not looked
+        at; where programs are compiled they are, which makes one program of all steps.
+        """
+        unused = step is not None and step.num_minibatches == 1 and not self.weighted
+        self._gradients.paused = unused and not self._replica.is_lazy
 
     def end_minibatch(self, weight: torch.Tensor | None) -> None:
         """Adds the minibatch's squares to the step's, in the minibatch's graph.
@@ -141,6 +154,7 @@ class NoiseMeter(Part):
             weight: ``(1,)``, if minibatches have weights. One of weight zero tells
                 nothing of the noise.
         """
+        self._unseen |= self._gradients.paused
         squares = self._gradients.take()
         if squares is None:
             return
@@ -152,14 +166,25 @@ class NoiseMeter(Part):
 
     def prepare(self, step: Step) -> None:
         """Uploads what changes from update to update, ahead of the collective."""
-        values = {"base": self._base, "time constant": self.options.time_constant}
-        if not self.weighted:
-            values |= {"count": step.num_minibatches, "total": step.batch_size}
+        num_minibatches = step.num_minibatches
+        time_constant = self.options.time_constant
+        values: dict[str, Any] = {"base": self._base}
+        if self.weighted:
+            values["time constant"] = time_constant
+        else:
+            matrix = estimators.coefficients(num_minibatches, self._minibatch_size)
+            values["coefficients"] = matrix
+            values["ratio"] = step.batch_size / self._base
+            values["weight"] = estimators.weight_of(num_minibatches, time_constant)
+            self._batch_size = step.batch_size
         self._uploaded = {
             name: self._scalars.get((name, "of the noise meter"), value, self.dtype)
             for name, value in values.items()
         }
-        self._num_measured += step.num_minibatches > 1
+        self._num_measured += num_minibatches > 1
+        # Another epoch than was prepared for.
+        if self._unseen and num_minibatches != 1 and not self.weighted:
+            self._squares.spoil()
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns ``(G,)`` and, if they have weights, how many minibatches have one."""
@@ -168,19 +193,15 @@ class NoiseMeter(Part):
     def commit(self, step: Step) -> None:
         """Makes `gains` of the step whose averaged gradients are in ``.grad``."""
         before, num_groups = self._averages, self._averages.shape[-1]
-        numbers, unit = self._uploaded, 1 if self.weighted else self._minibatch_size
+        numbers = self._uploaded
         if self.weighted:
-            total = torch.zeros_like(self._count) + self.weights.weight
-            numbers |= {"count": self._count, "total": total}
-        count, total, base = numbers["count"], numbers["total"], numbers["base"]
-        self._batch_size = total
-        squares, mean_square = self._squares.value(), self._gradients.of_gradients()
-        matrix = estimators.coefficients(count, total)
-        new = estimators.estimate(unit * squares, mean_square, matrix)
-        weight = -torch.expm1(-count / numbers["time constant"]) * (count > 1)
-        self._averages = estimators.average(before, new, weight)
+            self._weigh(self.weights.weight)
+        if not self._gradients.paused:
+            mean_square, squares = self._gradients.of_gradients(), self._squares.value()
+            new = estimators.estimate(squares, mean_square, numbers["coefficients"])
+            self._averages = estimators.average(before, new, numbers["weight"])
         statistics = before if self.options.causal else self._averages
-        ratio = total / base
+        ratio, base = numbers["ratio"], numbers["base"]
         gain = estimators.gain(estimators.overall(statistics), ratio, base)
         self._add_progress(gain)
         if self.options.per_group and num_groups > 1:
@@ -198,6 +219,7 @@ class NoiseMeter(Part):
     def clear(self) -> None:
         """Forgets the minibatches of the step."""
         self._gradients.discard()
+        self._unseen = False
         torch._foreach_zero_([self._squares.total, self._count])
 
     # --- what can be asked ----------------------------------------------------------
@@ -217,41 +239,51 @@ class NoiseMeter(Part):
         Args:
             batch_size: For which gain and efficiency are; default: the last update's.
         """
-        averages, progress, ratio = self._read(batch_size)
+        averages, progress = self._read()
         overall = estimators.overall(estimators.unbiased(averages))
         variance, square = overall[:2, 0].tolist()
-        gain = self._gains(estimators.overall(averages), ratio)[0]
+        gain = self._gains(estimators.overall(averages), batch_size)[0]
         noise_scale = estimators.noise_scale(variance, square)
-        efficiency = estimators.efficiency(gain, ratio)
+        efficiency = estimators.efficiency(gain, self._ratio(batch_size))
         efficiency = efficiency if variance > 0 or square > 0 else math.nan
         return Measurements(gain, noise_scale, efficiency, progress, variance, square)
 
     def lr_factors(self, batch_size: float | None = None) -> tuple[float, ...]:
         """Returns what multiplies the learning rate of each parameter group."""
-        averages, _, ratio = self._read(batch_size)
+        averages, _ = self._read()
         if not self.options.per_group:
             averages = estimators.overall(averages).expand(-1, self._num_groups)
-        return tuple(self._gains(averages, ratio))
+        return tuple(self._gains(averages, batch_size))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns averages and progress, on the CPU: a few numbers per group."""
-        tensors = [self._averages, *self._progress, self._batch_size]
-        base = torch.tensor([self._base], dtype=torch.float64)
-        return dict(zip(_STATE, [*self._replica.fetch(tensors), base]))
+        tensors = [self._averages, *self._progress]
+        if isinstance(self._batch_size, torch.Tensor):
+            tensors.append(self._batch_size)
+        fetched = self._replica.fetch(tensors)
+        if isinstance(self._batch_size, torch.Tensor):
+            self._batch_size = fetched.pop().item()
+        sizes = torch.tensor([self._batch_size, self._base], dtype=torch.float64)
+        return dict(zip(_STATE, [*fetched, *sizes.split(1)]))
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless `load_state_dict` can take ``state``."""
-        own = {"groups": self._num_groups, "reference batch size": float(self._base)}
-        saved = dict(zip(own, (state["averages"].shape[-1], state["base"].item())))
-        what = "the saved noise is of other parameter groups or another reference"
-        check_same(saved, own, what, "Use the same groups and ref_batchsize")
+        check_same(
+            {
+                "groups": state["averages"].shape[-1],
+                "reference batch size": state["base"].item(),
+            },
+            {"groups": self._num_groups, "reference batch size": float(self._base)},
+            "the saved noise is of other parameter groups or another reference",
+            "Use the same groups and ref_batchsize",
+        )
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Takes what `state_dict` returned; see `check_state`."""
         self.check_state(state)
         device = self._replica.device
         self._averages = state["averages"].to(self.dtype).to(device)
-        self._batch_size = state["batch_size"].to(self.dtype).to(device)
+        self._batch_size = state["batch_size"].item()
         whole, fraction = state["whole"], state["fraction"]
         self._progress = whole.to(device), fraction.to(self.dtype).to(device)
         self._replica.sync()
@@ -262,24 +294,37 @@ class NoiseMeter(Part):
     def _num_groups(self) -> int:
         return self._averages.shape[-1]
 
-    def _gains(self, averages: torch.Tensor, ratio: float) -> list[float]:
+    def _weigh(self, total: Any) -> None:
+        """Computes from a step's weight and count what `prepare` else uploads."""
+        self._batch_size = total
+        numbers = self._uploaded
+        if not isinstance(total, torch.Tensor):
+            total = torch.full_like(self._count, total)
+        numbers["coefficients"] = estimators.weighted_coefficients(self._count, total)
+        numbers["ratio"] = total / numbers["base"]
+        weight = -torch.expm1(-self._count / numbers["time constant"])
+        numbers["weight"] = torch.where(self._count > 1, weight, weight * 0)
+
+    def _gains(self, averages: torch.Tensor, batch_size: float | None) -> list[float]:
         """Returns the gain of each group; by averages that have been read."""
-        kappa = torch.tensor([ratio], dtype=averages.dtype)
+        kappa = torch.tensor([self._ratio(batch_size)], dtype=averages.dtype)
         gains: list[float] = estimators.gain(averages, kappa, self._base).tolist()
         return gains
 
-    def _read(self, batch_size: float | None) -> tuple[torch.Tensor, float, float]:
-        """Returns averages, on the CPU in float64, progress, and the batch ratio."""
+    def _ratio(self, batch_size: float | None) -> float:
+        batch_size = self._batch_size if batch_size is None else batch_size
+        return check_number("batch_size", batch_size, above=0) / self._base
+
+    def _read(self) -> tuple[torch.Tensor, float]:
+        """Returns the averages, on the CPU in float64, and the progress."""
         state = self.state_dict()
-        size = state["batch_size"].item() if batch_size is None else batch_size
-        ratio = check_number("batch_size", size, above=0) / self._base
         averages = state["averages"].double()
         if self._num_measured >= _MOST_UNKNOWN and not averages[2].any():
             self._num_measured = -math.inf  # said once
-            most = math.sqrt(torch.finfo(self.dtype).max)
             logger.warning(
-                "the noise is unknown: squares of their gradients are not finite, "
-                f"as in {self.dtype} a gradient's norm must be below {most:.0e}. Scale "
-                "the loss, or train in float64; gains are 1 until then"
-            )
-        return averages, state["whole"].item() + state["fraction"].item(), ratio
+                "the gradient noise of %d steps is unknown, because squares of their "
+                "gradients are not finite: in %s a gradient's norm must be below "
+                "%.0e. Scale the loss, or train in float64; gains are 1 until then",
+                _MOST_UNKNOWN, self.dtype, math.sqrt(torch.finfo(self.dtype).max),
+            )  # fmt: skip
+        return averages, state["whole"].item() + state["fraction"].item()

@@ -24,6 +24,7 @@ class GradientSquares:
 
     Attributes:
         parameters: Those whose gradients are seen.
+        paused: Whether gradients are let pass unseen.
     """
 
     def __init__(self, dtype: torch.dtype, replica: Replica, is_exact: bool) -> None:
@@ -36,7 +37,7 @@ class GradientSquares:
         self._handles: list[Any] = []
         self._collected: dict[int, torch.Tensor] = {}
         self._repeated = False
-        self._is_sharded = False
+        self.paused = self._is_sharded = False
 
     def watch(self, groups: Groups) -> bool:
         """Sees all trainable parameters from now on; returns whether some are new."""
@@ -54,6 +55,8 @@ class GradientSquares:
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Keeps the square of a gradient of this minibatch."""
+        if self.paused:
+            return
         if index in self._collected and self.parameters[index].grad is not None:
             self._repeated = True  # else the one before was thrown away
         if gradient.requires_grad:  # of backward(create_graph=True)
@@ -101,6 +104,8 @@ class GradientSquares:
         for index in sorted(numbers):  # one order, whatever the backward pass's was
             members[self._group_of[self.parameters[index]]].append(numbers[index])
         sums = [torch.stack(each).sum(0, keepdim=True) for each in members if each]
+        if len(sums) == 1 == self._num_groups:
+            return sums[0]
         nothing = torch.zeros(1, dtype=self.dtype, device=self.device)
         found = iter(sums)
         return torch.cat([next(found) if each else nothing for each in members])

@@ -23,17 +23,16 @@ def statistics(variance, square, weight=1.0, dtype=F64) -> torch.Tensor:
 
 def estimate_of(gradients: torch.Tensor, minibatch_size: int = 1) -> torch.Tensor:
     """Returns the estimate, ``(3, G)``, from minibatch gradients ``(G, n, d)``."""
-    num = vector(gradients.shape[1])
-    matrix = gradient_noise.coefficients(num, minibatch_size * num)
+    matrix = gradient_noise.coefficients(gradients.shape[1], minibatch_size)
     squares, of_mean = (gradients**2).sum((1, 2)), (gradients.mean(1) ** 2).sum(1)
-    return gradient_noise.estimate(minibatch_size * squares, of_mean, matrix)
+    return gradient_noise.estimate(squares, of_mean, torch.tensor(matrix, dtype=F64))
 
 
 @pytest.mark.parametrize("sizes", [(1, 3, 2), (3, 3), (1, 1, 1, 1)])
 def test_the_estimators_are_unbiased(sizes):
     """Every outcome of some samples, each of gradient m + 1 or m - 1, is averaged."""
     mean, total = 0.75, vector(sum(sizes))
-    matrix = gradient_noise.coefficients(vector(len(sizes)), total)
+    matrix = gradient_noise.weighted_coefficients(vector(len(sizes)), total)
     weighted, plain = [], []
     for signs in itertools.product((-1.0, 1.0), repeat=sum(sizes)):
         samples = torch.tensor([mean + sign for sign in signs], dtype=F64).split(sizes)

@@ -137,6 +137,17 @@ def test_the_log_shows_what_was_measured(caplog):
     assert "learning rate 0.0125, gain 1.25, noise scale 0.6666" in caplog.text
 
 
+def test_an_epoch_that_was_not_prepared_for_does_not_count_what_was_not_seen():
+    """The step under way had one minibatch, and now is one of two."""
+    [parameter], optimizer = make(trace=(1, 2))
+    optimizer.sampler.set_epoch(1)
+    step(optimizer, parameter, ROWS)
+    assert optimizer.noise.measure().square == 0.0
+    step(optimizer, parameter, [[1.0, 0, 0]])
+    step(optimizer, parameter, ROWS)
+    assert optimizer.noise.measure().variance == pytest.approx(2.0)
+
+
 def test_squares_that_overflow_are_told(caplog):
     parameter, sampler, optimizer = one_weight(
         [8] * 6, "adascale", size=48, ref_batchsize=4, noise=True
