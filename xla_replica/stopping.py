@@ -11,6 +11,7 @@ process, from files in the folder that it shares with them.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ from typing import Any, NamedTuple
 
 from xla_replica.common.arguments import check_integer, check_type
 from xla_replica.loader_workers import spare_workers
+
+logger = logging.getLogger(__name__)
 
 # Some schedulers send others before a job's time is up.
 SIGNALS = tuple(
@@ -187,6 +190,11 @@ def forwarding(folder: str) -> Iterator[None]:
 
     def forward(number: int) -> bool:
         armed = list(Path(folder).glob(f"*.{number}.armed"))
+        if not armed:
+            name = signal.Signals(number).name
+            logger.warning(
+                f"received {name}: there is nothing to save, all replicas end"
+            )
         if not armed or first.insists():
             return False
         for path in armed:

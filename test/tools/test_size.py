@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 20_556
-TEST_LINES = 33_319
+CODE = 20_575
+TEST_LINES = 33_322
 
 
 def test_lines_are_counted():

@@ -56,8 +56,12 @@ def draw_runs(
             matplotlib writes no such file.
     """
     check_choice("x", x, AXES)
-    from matplotlib import figure  # of the extra 'plot'
-
+    try:
+        from matplotlib import figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "a picture needs matplotlib: pip install 'elastic-xla[plot]'"
+        ) from error
     tables = {name: _table(name, run, panels, x) for name, run in runs.items()}
     drawn = pd.concat(tables.values())
     names = [name for name in panels if drawn[name].notna().any()]

@@ -1,7 +1,6 @@
 """The picture of runs: what its lines say, and that it needs no display."""
 
 import itertools
-import re
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +142,7 @@ def test_runs_differ_in_colour_and_in_style_and_are_named(tmp_path, draw):
 
 @of_torch_alone
 def test_it_needs_no_display_and_matplotlib_only_when_it_draws(tmp_path):
-    """And without matplotlib one sentence says so."""
+    """And without matplotlib one sentence says what to install."""
     log = write_log(tmp_path / "run.jsonl")
     code = (
         "import sys, variable_batch_size as vbs\n"
@@ -155,4 +154,5 @@ def test_it_needs_no_display_and_matplotlib_only_when_it_draws(tmp_path):
         "main(['plot', sys.argv[1], '--out', sys.argv[2]])\n"
     )
     done = python("-c", code, log, tmp_path / "b.png", status=2)
-    assert re.search(r"vbs plot: error: .* matplotlib .*\n$", done.stderr)
+    told = "error: a picture needs matplotlib: pip install 'elastic-xla[plot]'\n"
+    assert done.stderr.endswith(told)
