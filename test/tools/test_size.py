@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 21_701
-TEST_LINES = 33_664
+TEST_LINES = 33_665
 
 
 def test_lines_are_counted():
