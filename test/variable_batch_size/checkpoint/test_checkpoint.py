@@ -38,10 +38,11 @@ def ends_as(undisturbed, found, num_restored: int) -> None:
 def test_replicas_stop_and_resume(backend, ask_at, undisturbed, tmp_path):
     """Where the last of several is asked in an update, all make one more and save.
 
-    On accelerators the others look at that one, and all save after the next.
+    Where accelerators have processes, the others look at that one, and all save after
+    the next; emulated replicas are asked together.
     """
     several = backend.num_replicas > 1
-    made = ask_at + 1 + several * (1 if backend.device == "cpu" else 2)
+    made = ask_at + 1 + several * (1 if backend.device in ("cpu", "xla") else 2)
     often = functools.partial(train, look_every_seconds=1e-9)
     with pytest.raises(xla_replica.Stopped) as stopped:
         backend.run(often, tmp_path, ask_at, (backend.num_replicas - 1,))
