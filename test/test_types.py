@@ -22,8 +22,8 @@ sampler = vbs.CustomSampler(range(8), [4], minibatch_size=2, on_end="hold")
 vbs.CustomSampler(range(8), [4], minibatch_size=2, on_end="halt")  # arg-type
 vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=4, max_grad_norm=1.0)
 vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=4, max_grad_nrm=1.0)  # call-arg
-grab_xla.GraBSampler(range(8), dict(model.named_parameters()), weights="equal")
-grab_xla.GraBSampler(range(8), dict(model.named_parameters()), weights="x")  # arg-type
+grab_xla.GraBSampler(range(8), dict(model.named_parameters()), fidelity="exact")
+grab_xla.GraBSampler(range(8), dict(model.named_parameters()), fidelity="x")  # arg-type
 rigl_xla.RigLScheduler(model, inner, dense_allocation=0.1, T_end=75)
 rigl_xla.RigLScheduler(model, inner, dense_alocation=0.1, T_end=75)  # call-arg
 psg.token_cross_entropy(torch.ones(2, 3), [0, 1])  # arg-type

@@ -117,13 +117,6 @@ def test_what_seesaw_saves():
             assert shown == " ± ".join(found)
 
 
-def test_what_weights_in_the_balance_do():
-    rows = table("docs/grab_xla_details.md", "| trace | rule | rr |")
-    for trace, rule, *shown in rows:
-        found = record("weights")["distance"][trace][rule].values()
-        assert shown == [f"{value:.1e}" for value in found], trace
-
-
 def test_what_norms_cost():
     models = record("bench_per_sample-norms")["models"].values()
     text = " ".join(read("docs/per_sample_grad.md").split())

@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 20_575
-TEST_LINES = 33_323
+TEST_LINES = 33_316
 
 
 def test_lines_are_counted():

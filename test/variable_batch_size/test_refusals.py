@@ -94,7 +94,6 @@ def weighed(weight: Any, **options: Any) -> None:
 OF_TYPES = [
     (lambda: simulated(rule="linear"), "ref_batchsize must be an integer >= 1, got No"),
     (lambda: simulated(noise_scale=9.0), "ref_batchsize must be an integer"),
-    (lambda: simulate(planned(16, 48, 8)), "num_epochs of the constant trace must be"),
     (lambda: weighed(3, reduction="mean"), "needs reduction='sum'"),
     (lambda: weighed(None), "needs weight="),
     (lambda: weighed(1, reduction="mean", ref_weight=4), "needs reduction='sum'"),
@@ -154,6 +153,7 @@ OF_TRACES = [
     (lambda: converted(lambda *_: 11), "^no step is completed in the 10 seconds"),
 ]  # fmt: skip
 OF_VALUES = [
+    (lambda: simulate(planned(16, 48, 8)), "the constant trace has no end: give num"),
     (lambda: weighed(-1), "got -1"),
     (lambda: weighed(torch.tensor(-2.0)), "got -2.0"),
     (lambda: weighed(1, reduction="tokens"), "got 'tokens'"),
