@@ -113,7 +113,7 @@ def _steps(
     most = None if end == math.inf else int(end)
     num_epochs = most if num_epochs is None else num_epochs
     if num_epochs is None:
-        raise ValueError(f"{name} has no end: give num_epochs=, or --epochs")
+        raise ValueError(f"{name} has no end: give num_epochs")
     num = check_integer(f"num_epochs of {name}", num_epochs, 1, most)
     sizes = [schedule.plan(epoch, 1).batch_sizes for epoch in range(num)]
     table = pd.DataFrame({"epoch": np.repeat(np.arange(num), [*map(len, sizes)])})
