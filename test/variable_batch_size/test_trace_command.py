@@ -107,7 +107,7 @@ def test_the_module_is_the_command(words, told, folder, monkeypatch, capsys):
      "trace.csv, line 2: batch size 64 is not a multiple of --minibatch-size=48"),
     ("stats missing.csv", "No such file or directory: 'missing.csv'"),
     ("check 64 --dataset-size 1K --num-replicas 2",
-     "the constant trace has no end: give --epochs"),
+     "the constant trace has no end: give --epochs=N"),
     ("check 64 --dataset-size many --num-replicas 2", "invalid amount value: 'many'"),
     ("check trace.csv --dataset-size 1K --num-replicas 2 --epochs 99",
      "epochs of trace.csv must be an integer >= 1 and <= 4, got 99"),

@@ -78,9 +78,9 @@ def simulate(
         step_time: How long a step takes.
 
     Raises:
-        TypeError: The trace has no end, and ``num_epochs`` is not given; or the rule
-            needs ``ref_batchsize``.
-        ValueError: The rule needs a noise scale, or has no meaning at some ratio.
+        TypeError: The rule needs ``ref_batchsize``.
+        ValueError: The trace has no end, and ``num_epochs`` is not given; or the rule
+            needs a noise scale, or has no meaning at some ratio.
     """
     rule = rule_named(rule)
     reference = 1
@@ -113,7 +113,7 @@ def _steps(
     most = None if end == math.inf else int(end)
     num_epochs = most if num_epochs is None else num_epochs
     if num_epochs is None:
-        raise ValueError(f"{name} has no end: give num_epochs")
+        raise ValueError(f"{name} has no end: give num_epochs=N")
     num = check_integer(f"num_epochs of {name}", num_epochs, 1, most)
     sizes = [schedule.plan(epoch, 1).batch_sizes for epoch in range(num)]
     table = pd.DataFrame({"epoch": np.repeat(np.arange(num), [*map(len, sizes)])})
@@ -205,7 +205,7 @@ def check(
         num_epochs: How many; default: all of the trace.
 
     Raises:
-        TypeError: The trace has no end, and ``num_epochs`` is not given.
+        ValueError: The trace has no end, and ``num_epochs`` is not given.
     """
     steps = _steps(schedule, num_epochs, num_replicas)
     used = steps.groupby("epoch")["batch_size"].sum()

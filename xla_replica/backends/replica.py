@@ -107,7 +107,7 @@ class Replica(abc.ABC):
 
     @property
     def has_streams(self) -> bool:
-        """Whether copies run beside the computation, see `fetch_later`: on a GPU."""
+        """Whether copies run beside the computation: on a GPU."""
         return traits(self.device).has_streams
 
     def check_device(
@@ -333,24 +333,9 @@ class Replica(abc.ABC):
         """Returns copies of tensors on the host, in one transfer where possible.
 
         Blocks until they are computed. No other verb reads a device back, except
-        `fetch_later` and those that call this one: `to_host`, `all_gather_object`,
-        `check_agreement`.
+        those that call this one: `to_host`, `all_gather_object`, `check_agreement`.
         """
         return [t.detach().to("cpu", copy=True) for t in listed("fetch", tensors)]
-
-    def fetch_later(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
-        """Begins to copy a tensor to the host; returns a function that asks for it.
-
-        That function returns None until the device has come to the copy, and the copy
-        afterwards. Neither waits, so it is for the host and where `has_streams`.
-        """
-        # Page-locked, as torch allocates it for a copy that does not block.
-        copy = tensor.detach().to("cpu", copy=True, non_blocking=True)
-        if self.is_host:
-            return lambda: copy
-        arrived = torch.Event(self.device)
-        arrived.record()
-        return lambda: copy if arrived.query() else None
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Returns every replica's ``value``, by rank. Collective; blocks.

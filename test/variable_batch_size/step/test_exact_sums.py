@@ -279,7 +279,7 @@ def test_losses_of_steps_that_are_run_again_count_once(backend):
 
 ORDERS: dict[str, dict[str, Any]] = {
     "group": {"fidelity": "group", "group_size": 4, "balance_type": "pair"},
-    "exact": {"fidelity": "exact", "weights": "update"},
+    "exact": {"fidelity": "exact"},
     "projected": {"fidelity": "projected", "projection_size": 24},
     "drawn": {"prob_balance": True, "balance_type": "recursive", "depth": 1},
 }

@@ -5,7 +5,6 @@ import math
 import re
 import types
 from typing import NamedTuple
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import torch
 from support.variable_batch_size.reports import CountingReplica
 from torch import nn
 
-from xla_replica import LocalReplica
 from xla_replica.common.arguments import (
     check_choice,
     check_flag,
@@ -99,20 +97,3 @@ def test_a_state_comes_to_the_host_in_one_transfer():
     with torch.no_grad():  # a copy: training continues while it is written
         norm.weight.fill_(7.0)
     assert found["model"]["weight"].tolist() == [1.0] * 3
-
-
-@pytest.mark.parametrize("is_host", [True, False])
-def test_a_copy_that_nobody_waits_for_is_there_when_the_device_has_come_to_it(
-    is_host, monkeypatch
-):
-    event = Mock(query=Mock(return_value=False))
-    monkeypatch.setattr(torch, "Event", Mock(return_value=event))
-    monkeypatch.setattr(LocalReplica, "is_host", is_host)
-    tensor = torch.ones(1)
-    copy = LocalReplica("cpu").fetch_later(tensor)
-    tensor.zero_()
-    if not is_host:
-        event.record.assert_called_once()
-        assert copy() is None
-        event.query.return_value = True
-    assert copy().tolist() == [1.0]
