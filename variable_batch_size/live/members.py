@@ -152,6 +152,7 @@ class LiveUpdates(Course):
             lambda: saver.newest() > self.account.global_step,
         )
         self._meet()
+        self.attached.has_entered = True
 
     # --- verbs of an update ---------------------------------------------------------
 

@@ -100,7 +100,10 @@ class Attached:
     Attributes:
         callbacks: All of them.
         num_done: How many have run after the last update.
+        has_entered: Whether the run has begun or was resumed, by `Checkpointer.load`.
     """
+
+    has_entered = False
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -128,6 +131,8 @@ class Attached:
              "update.ends_epoch: unit= and every= are for LR schedulers"),
             (any(is_scheduler or each.saves(owner) for each in savers),
              "comes after a Checkpointer: attach it before"),
+            (is_scheduler and self.has_entered,
+             "comes after Checkpointer.load(), which resumes it: attach it before"),
         ):  # fmt: skip
             if is_wrong:
                 raise ValueError(f"attach: {target!r} {why}")

@@ -28,6 +28,7 @@ class Course(Updates):
         """Begins a run. A live one may be joined instead."""
         del settings, modules, saver
         begin()
+        self.attached.has_entered = True
 
     def between(self, function: Callable[[], Any]) -> Any:
         """Returns what a function of all replicas returns, between two updates.

@@ -213,6 +213,13 @@ def test_a_scheduler_that_is_missing_or_another_is_noticed():
         other.optimizer.load_state_dict(saved)
 
 
+def test_a_scheduler_that_loading_cannot_restore_is_refused_in_the_first_run(tmp_path):
+    training = Training(tmp_path)
+    assert training.checkpointer.load() is None
+    with pytest.raises(ValueError, match=r"comes after Checkpointer\.load\(\), which"):
+        training.optimizer.attach(CosineAnnealingLR(training.optimizer.inner, 30))
+
+
 def test_a_checkpointer_that_was_not_attached_does_not_save(tmp_path):
     """Nor would it hear that the run is asked to stop."""
     for loads in (False, True):
