@@ -55,6 +55,7 @@ def test_a_step_does_not_copy_its_gradients(name, products, monkeypatch):
     ordering.by_products(monkeypatch, products)
     peak = peak_of_step(sampler_of(name), gradients())
     most = 1.5 if BALANCE_TYPES[KINDS[name].name].piece_size is None else 0.9
+    most += name == "adaema"  # which divides a whole step
     assert peak <= most * BATCH * NUM_BYTES
 
 
