@@ -303,12 +303,16 @@ class MemberReplica(Replica):
         """What the keys of this generation begin with."""
         return f"{self.met.number}-{self.met.lineage}"
 
+    def _check_met(self, verb: str = "all_reduce_") -> None:
+        """Raises MemberLost if this member must meet the others first."""
+        if self._is_broken or self._was_silent:
+            raise self._loss(verb, "or was silent, and has not met the others since")
+
     def _wait(self, verb: str, begin: Callable[[Any], Any]) -> None:
         """Waits for a collective of the members' group, as long as all live."""
         if self._is_alone:
             return
-        if self._is_broken or self._was_silent:
-            raise self._loss(verb, "or was silent, and has not met the others since")
+        self._check_met(verb)
         with self._noticing(verb):
             work = begin(self._group)
             # Not by a callback, which would abort where Python exits before it is run.
@@ -379,13 +383,18 @@ class MemberReplica(Replica):
         return self._begin_over_members
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begins a sum over members, in the order of all others; of slices none begins.
+        """Begins a sum over members, in the order of all others; a slice makes it.
 
         A loss is raised by the function that waits for it, not out of backward().
         """
-        if self.is_host and self._inner.num_replicas == 1:
+        if not self.is_host:
+            return super().begin_sum(tensor)
+        if self._inner.num_replicas == 1:
             return self._begin_over_members(tensor)
-        return super().begin_sum(tensor)
+        with contextlib.suppress(MemberLost):  # nothing works any more then
+            self.all_reduce_([tensor])
+            return lambda: None
+        return self._check_met
 
     def _begin_over_members(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Begins the sum of a tensor with those of the same rank, see `begin_sum`."""
