@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 20_573
-TEST_LINES = 33_304
+CODE = 20_580
+TEST_LINES = 33_306
 
 
 def test_lines_are_counted():

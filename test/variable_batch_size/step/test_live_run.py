@@ -370,7 +370,8 @@ def test_an_ordinary_death_is_one_line(tmp_path):
         first.kill()
         ends(job)
         text = (job.folder / f"{second.pid}.txt").read_text()
-        [line] = [line for line in text.splitlines() if str(first.pid) in line]
+        told = [line for line in text.splitlines() if str(first.pid) in line]
+        [line] = [line for line in told if not line.endswith("joined")]
         gone = rf"; member \d \(process {first.pid} on .+\) went \d\.\d+ s ago$"
         assert re.search("1 members train .* with exact sums" + gone, line), text
         assert "gloo" not in text.lower()
