@@ -147,7 +147,7 @@ class ParameterCoverage:
         problems: Uses that no rule accounts for, and why.
         error: Relative difference from autograd's gradient of a randomly weighted sum
             of the losses; NaN where that is not finite.
-        correct: Whether the error is no larger than rounding.
+        correct: Whether the error is within rounding.
     """
 
     uses: tuple[str, ...]

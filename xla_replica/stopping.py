@@ -195,7 +195,8 @@ def forwarding(folder: str) -> Iterator[None]:
             logger.warning(
                 f"received {name}: there is nothing to save, all replicas end"
             )
-        if not armed or first.insists():
+            return False
+        if first.insists():
             return False
         for path in armed:
             with contextlib.suppress(ProcessLookupError):

@@ -92,7 +92,7 @@ def decay(name: str, total_samples: int, warm_up_samples: int = 0) -> LearningRa
         total_samples: Where it ends. It stays at its last value from there on.
         warm_up_samples: Where it is at its peak.
 
-    Raises ValueError if there is no schedule of that name.
+    Raises ValueError if no schedule has that name.
     """
     shape = SHAPES[check_choice("schedule", name, SHAPES)]
     check_integer("total_samples", total_samples, least=1)
