@@ -77,9 +77,9 @@ def scripts() -> dict[str, str]:
 
 @pytest.mark.parametrize(("name", "num_replicas", "launcher"), [
     pytest.param("before ordinary", 1, (), marks=of_torch_alone),
-    ("after ordinary", 2 if HAS_XLA else 3, ()),
+    pytest.param("after ordinary", 3, (), marks=of_torch_alone),
     pytest.param("after ordinary", 2, LAUNCHER, marks=of_torch_alone),
-    ("AdaScale", 1 if HAS_XLA else 3, ()),
+    pytest.param("AdaScale", 3, (), marks=of_torch_alone),
     pytest.param("before DDP", 2, LAUNCHER, marks=pytest.mark.slow),
     pytest.param("after DDP", 2, LAUNCHER, marks=pytest.mark.slow),
     pytest.param("before torch_xla", 1, (),
