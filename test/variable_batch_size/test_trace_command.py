@@ -108,7 +108,8 @@ def test_the_module_is_the_command(words, told, folder, monkeypatch, capsys):
     ("stats missing.csv", "No such file or directory: 'missing.csv'"),
     ("check 64 --dataset-size 1K --num-replicas 2",
      "the constant trace has no end: give --epochs=N"),
-    ("check 64 --dataset-size many --num-replicas 2", "invalid amount value: 'many'"),
+    ("check 64 --dataset-size many --num-replicas 2",
+     "argument --dataset-size: 'many' is not an integer such as 64, 500K, 2M or 250B"),
     ("check trace.csv --dataset-size 1K --num-replicas 2 --epochs 99",
      "epochs of trace.csv must be an integer >= 1 and <= 4, got 99"),
     ("make ramp --steps 2 --first 8", "arguments are required: --last"),
@@ -151,7 +152,7 @@ def test_what_cannot_be_done_is_a_message(words, message, folder, capsys):
     assert message in shown
     assert "Traceback" not in shown
     # How the command is used is shown where it is misused, not where a file is wrong.
-    misused = ("arguments are required", "invalid choice", "invalid amount")
+    misused = ("arguments are required", "invalid choice", "argument --")
     assert shown.startswith("usage") == any(each in message for each in misused)
     assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
 

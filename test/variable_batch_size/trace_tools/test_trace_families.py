@@ -102,6 +102,6 @@ def test_amounts_are_read_exactly():
     texts = ("64", "-3", " 1.5m ", "1e3", "2T", "123456789012345678")
     numbers = [64, -3, 1_500_000, 1000, 2 * 10**12, 123456789012345678]
     assert [*map(amount, texts)] == numbers
-    for text in ("", "K", "1.5", "0.0001K", "1_0", "inf", "nan", "6x"):
-        with pytest.raises(ValueError, match=r"is not an integer|could not convert"):
+    for text in ("", "K", ".", "1.5", "1.2.3", "0.0001K", "1_0", "inf", "nan", "6x"):
+        with pytest.raises(ValueError, match="is not an integer such as 64, 500K"):
             amount(text)
