@@ -14,7 +14,6 @@ from support.documents import blocks
 from variable_batch_size.command_line import COMMANDS, MEMBERS, main
 from variable_batch_size.traces.batch_trace import Trace
 
-LOST = "is the file that is read, and would be lost"
 PAGES = [
     *([name] for name in COMMANDS),
     *([name, member] for name, members in MEMBERS.items() for member in members),
@@ -139,9 +138,8 @@ def test_the_module_is_the_command(words, told, folder, monkeypatch, capsys):
      "steps must be an integer >= 1 and <= 134"),
     ("make constant --steps 9 --batch-size 8 --out trace.csv",
      "--out trace.csv exists: --force replaces it"),
-    ("convert proportional log.csv --samples-per-device 32 --out ./log.csv", LOST),
-    ("plot trace.csv --out trace.csv", LOST),
-    ("plot trace.csv run.jsonl --out run.jsonl", LOST),
+    ("convert proportional log.csv --samples-per-device 32 --out ./log.csv",
+     "--out log.csv exists: --force replaces it"),
 ])  # fmt: skip
 def test_what_cannot_be_done_is_a_message(words, message, folder, capsys):
     before = {path: path.read_bytes() for path in folder.glob("*.*")}

@@ -59,7 +59,8 @@ class Measurements(NamedTuple):
         gain: Steps at the reference batch size that one of the last batch size is
             worth, by what is known now.
         noise_scale: tr Sigma / |G|^2, in samples; NaN where nothing is known.
-        efficiency: Progress per sample, against the reference batch size; NaN too.
+        efficiency: Progress per sample, against the reference batch size; NaN too. Of
+            Qiao et al. 2021 (Pollux, arXiv:2008.12260, 3.1).
         progress: Steps at the reference batch size that training is worth so far.
         variance: tr Sigma of one sample.
         square: |G|^2.
@@ -109,7 +110,7 @@ class NoiseMeter(Part):
         self._gradients = GradientSquares(self.dtype, replica, is_exact)
         self._unseen = False  # whether gradients of this step were not looked at
         self._num_measured: float = 0  # steps that should have told of the noise
-        self._averages = estimators.no_statistics(0, self.dtype, replica.device)
+        self._averages = torch.zeros(3, 0, dtype=self.dtype, device=replica.device)
         # Of the step under way: (G,), and the number of minibatches with a weight.
         self._squares = SmallSum(0, self.dtype, replica, is_exact)
         self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
@@ -131,7 +132,7 @@ class NoiseMeter(Part):
         and it does not count: on no replica, since the sum over them is not finite.
         """
         if num_new := len(groups) - self._num_groups:
-            new = estimators.no_statistics(num_new, self.dtype, self._replica.device)
+            new = self._averages.new_zeros(3, num_new)
             self._averages = torch.cat([self._averages, new], dim=1)
             self._squares.grow(num_new)
             self._replica.sync()  # zeros on the device, not in the first graph
@@ -203,18 +204,14 @@ class NoiseMeter(Part):
         statistics = before if self.options.causal else self._averages
         ratio, base = numbers["ratio"], numbers["base"]
         gain = estimators.gain(estimators.overall(statistics), ratio, base)
-        self._add_progress(gain)
-        if self.options.per_group and num_groups > 1:
-            self.gains = estimators.gain(statistics, ratio, base)
-        else:
-            self.gains = gain.expand(num_groups)
-
-    def _add_progress(self, gain: torch.Tensor) -> None:
-        """Adds the gain of an update, ``(1,)``, on the device."""
         whole, fraction = self._progress
         total = fraction + gain
         floor = total.floor()
         self._progress = (whole + floor.to(torch.int64), total - floor)
+        if self.options.per_group and num_groups > 1:
+            self.gains = estimators.gain(statistics, ratio, base)
+        else:
+            self.gains = gain.expand(num_groups)
 
     def clear(self) -> None:
         """Forgets the minibatches of the step."""
@@ -230,8 +227,7 @@ class NoiseMeter(Part):
 
         Scale-invariant iterations: the sum of the overall gains (arXiv:2007.05105).
         """
-        whole, fraction = self._replica.fetch(list(self._progress))
-        return float(whole.item() + fraction.item())
+        return self._read()[1]
 
     def measure(self, batch_size: float | None = None) -> Measurements:
         """Returns everything at once, with a single read of the device.
@@ -244,7 +240,7 @@ class NoiseMeter(Part):
         variance, square = overall[:2, 0].tolist()
         gain = self._gains(estimators.overall(averages), batch_size)[0]
         noise_scale = estimators.noise_scale(variance, square)
-        efficiency = estimators.efficiency(gain, self._ratio(batch_size))
+        efficiency = gain / self._ratio(batch_size)  # (B0 + N) / (B + N)
         efficiency = efficiency if variance > 0 or square > 0 else math.nan
         return Measurements(gain, noise_scale, efficiency, progress, variance, square)
 
@@ -279,8 +275,7 @@ class NoiseMeter(Part):
         )
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes what `state_dict` returned; see `check_state`."""
-        self.check_state(state)
+        """Takes what `state_dict` returned; call it after `check_state`."""
         device = self._replica.device
         self._averages = state["averages"].to(self.dtype).to(device)
         self._batch_size = state["batch_size"].item()

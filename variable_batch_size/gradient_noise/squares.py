@@ -29,7 +29,6 @@ class GradientSquares:
 
     def __init__(self, dtype: torch.dtype, replica: Replica, is_exact: bool) -> None:
         self.dtype, self._is_exact = dtype, is_exact
-        self.device = replica.device
         self._replica, self._is_lazy = replica, replica.is_lazy
         self.parameters: list[nn.Parameter] = []
         self._group_of: dict[nn.Parameter, int] = {}
@@ -106,7 +105,7 @@ class GradientSquares:
         sums = [torch.stack(each).sum(0, keepdim=True) for each in members if each]
         if len(sums) == 1 == self._num_groups:
             return sums[0]
-        nothing = torch.zeros(1, dtype=self.dtype, device=self.device)
+        nothing = torch.zeros(1, dtype=self.dtype, device=self._replica.device)
         found = iter(sums)
         return torch.cat([next(found) if each else nothing for each in members])
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +30,6 @@ from variable_batch_size.trace_tools.options import (
 from variable_batch_size.traces.batch_trace import Trace
 from variable_batch_size.traces.trace_csv import COLUMN, read_table
 from xla_replica.common.arguments import check_number
-from xla_replica.common.trees import leaves
 
 TRACE = "a CSV file, - for the standard input, or one batch size"
 RUNS, TIMED = "check simulate", "convert simulate"
@@ -248,14 +246,9 @@ def _drawn(name: str, args: argparse.Namespace) -> tuple[str, Run]:
 
 
 def _check_out(out: Path, args: argparse.Namespace) -> None:
-    """Raises ValueError if the output would replace a file, or one that is read."""
-    if out.is_file():
-        given = [value for name, value in vars(args).items() if name != "out"]
-        paths = [path for path in leaves(given) if isinstance(path, str)]
-        if any(os.path.isfile(path) and out.samefile(path) for path in paths):
-            raise ValueError(f"--out {out} is the file that is read, and would be lost")
-        if not args.force:
-            raise ValueError(f"--out {out} exists: --force replaces it")
+    """Raises ValueError if the output would replace a file without ``--force``."""
+    if out.is_file() and not args.force:
+        raise ValueError(f"--out {out} exists: --force replaces it")
 
 
 def _written(table: pd.DataFrame, args: argparse.Namespace) -> str:
