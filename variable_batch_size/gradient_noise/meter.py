@@ -253,14 +253,11 @@ class NoiseMeter(Part):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns averages and progress, on the CPU: a few numbers per group."""
-        tensors = [self._averages, *self._progress]
-        if isinstance(self._batch_size, torch.Tensor):
-            tensors.append(self._batch_size)
-        fetched = self._replica.fetch(tensors)
-        if isinstance(self._batch_size, torch.Tensor):
-            self._batch_size = fetched.pop().item()
+        state = self._averages, *self._progress, self._batch_size
+        *tensors, size = self._replica.to_host(state)
+        self._batch_size = float(size)
         sizes = torch.tensor([self._batch_size, self._base], dtype=torch.float64)
-        return dict(zip(_STATE, [*fetched, *sizes.split(1)]))
+        return dict(zip(_STATE, [*tensors, *sizes.split(1)]))
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless `load_state_dict` can take ``state``."""

@@ -40,7 +40,7 @@ OPTIONS = (
     Option("--tokens-per-sample", int, None, "check simulate stats plot",
            "of a trace with the column tokens"),
     Option("--dataset-size", int, REQUIRED, RUNS, "in samples"),
-    Option("--minibatch-size", int, 32, f"{RUNS} convert", "samples of a minibatch"),
+    Option("--minibatch-size", int, 32, RUNS, "samples of a minibatch"),
     Option("--epochs", int, None, RUNS, "default: all of the trace, if it ends"),
     Option("--pad-minibatches", bool, False, RUNS, "minibatches may lack samples"),
     Option("--on-end", str, "stop", RUNS, "after the last row: stop, hold or cycle"),
@@ -152,13 +152,8 @@ def run_convert(args: argparse.Namespace) -> str:
         if args.restart_seconds:
             raise ValueError("restart_seconds needs a step time")
         return _written(tools.convert_rows(found, batch_size_of), args)
-
-    def seconds(size: int, devices: int) -> float:
-        return float(step_time.seconds(-(-size // (args.minibatch_size * devices))))
-
-    result = tools.convert(
-        found, batch_size_of, seconds, restart_seconds=args.restart_seconds
-    )
+    options = options_of(args, tools.convert)
+    result = tools.convert(found, batch_size_of, step_time, **options)
     names = "of the log", "in steps", "in steps that were lost", "idle"
     told = listed({f"device-hours {n}": s / 3600 for n, s in zip(names, result[1:])})
     written = _written(result.steps, args)
