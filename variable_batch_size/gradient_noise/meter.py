@@ -108,7 +108,6 @@ class NoiseMeter(Part):
         self.dtype = dtype_for(p for group in groups for p in group["params"])
         is_exact = run.sums.is_exact
         self._gradients = GradientSquares(self.dtype, replica, is_exact)
-        self._unseen = False  # whether gradients of this step were not looked at
         self._num_measured: float = 0  # steps that should have told of the noise
         self._averages = torch.zeros(3, 0, dtype=self.dtype, device=replica.device)
         # Of the step under way: (G,), and the number of minibatches with a weight.
@@ -144,9 +143,10 @@ class NoiseMeter(Part):
 
         The only one tells nothing of the noise by its gradients, which are not looked
         at; where programs are compiled they are, which makes one program of all steps.
+        A step that has begun so does not count if it becomes another epoch's.
         """
         unused = step is not None and step.num_minibatches == 1 and not self.weighted
-        self._gradients.paused = unused and not self._replica.is_lazy
+        self._gradients.paused |= unused and not self._replica.is_lazy
 
     def end_minibatch(self, weight: torch.Tensor | None) -> None:
         """Adds the minibatch's squares to the step's, in the minibatch's graph.
@@ -155,7 +155,6 @@ class NoiseMeter(Part):
             weight: ``(1,)``, if minibatches have weights. One of weight zero tells
                 nothing of the noise.
         """
-        self._unseen |= self._gradients.paused
         squares = self._gradients.take()
         if squares is None:
             return
@@ -183,9 +182,6 @@ class NoiseMeter(Part):
             for name, value in values.items()
         }
         self._num_measured += num_minibatches > 1
-        # Another epoch than was prepared for.
-        if self._unseen and num_minibatches != 1 and not self.weighted:
-            self._squares.spoil()
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns ``(G,)`` and, if they have weights, how many minibatches have one."""
@@ -216,7 +212,7 @@ class NoiseMeter(Part):
     def clear(self) -> None:
         """Forgets the minibatches of the step."""
         self._gradients.discard()
-        self._unseen = False
+        self._gradients.paused = False
         torch._foreach_zero_([self._squares.total, self._count])
 
     # --- what can be asked ----------------------------------------------------------
@@ -314,9 +310,8 @@ class NoiseMeter(Part):
         if self._num_measured >= _MOST_UNKNOWN and not averages[2].any():
             self._num_measured = -math.inf  # said once
             logger.warning(
-                "the gradient noise of %d steps is unknown, because squares of their "
-                "gradients are not finite: in %s a gradient's norm must be below "
-                "%.0e. Scale the loss, or train in float64; gains are 1 until then",
-                _MOST_UNKNOWN, self.dtype, math.sqrt(torch.finfo(self.dtype).max),
-            )  # fmt: skip
+                f"the noise of {_MOST_UNKNOWN} steps is unknown, because squares of "
+                f"their gradients are not finite in {self.dtype}: scale the loss, or "
+                "train in float64; gains are 1 until then"
+            )
         return averages, state["whole"].item() + state["fraction"].item()

@@ -35,7 +35,6 @@ class GradientSquares:
         self._num_groups = 0
         self._handles: list[Any] = []
         self._collected: dict[int, torch.Tensor] = {}
-        self._repeated = False
         self.paused = self._is_sharded = False
 
     def watch(self, groups: Groups) -> bool:
@@ -53,11 +52,15 @@ class GradientSquares:
         return len(self.parameters) > num_before
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
-        """Keeps the square of a gradient of this minibatch."""
+        """Keeps the square of a gradient of this minibatch; raises for a second one."""
         if self.paused:
             return
+        # Else the one before was thrown away.
         if index in self._collected and self.parameters[index].grad is not None:
-            self._repeated = True  # else the one before was thrown away
+            raise ValueError(
+                "a parameter received two gradients within one minibatch: call "
+                "backward() once per step(), and checkpoint with use_reentrant=False"
+            )
         if gradient.requires_grad:  # of backward(create_graph=True)
             gradient = gradient.detach()
         self._collected[index] = square(gradient, self.dtype)
@@ -67,20 +70,14 @@ class GradientSquares:
 
         Gradients that `model.zero_grad` has thrown away meanwhile do not count.
         """
-        repeated, parameters = self._repeated, self.parameters
         found = self._collected.items()
-        collected = {i: v for i, v in found if parameters[i].grad is not None}
+        collected = {i: v for i, v in found if self.parameters[i].grad is not None}
         self.discard()
-        if repeated:
-            raise ValueError(
-                "a parameter received two gradients within one minibatch: call "
-                "backward() once per step(), and checkpoint with use_reentrant=False"
-            )
         return self.by_group(collected) if collected else None
 
     def discard(self) -> None:
         """Forgets the minibatch."""
-        self._collected, self._repeated = {}, False
+        self._collected = {}
 
     def of_gradients(self) -> torch.Tensor:
         """Returns ||gradient||^2 of what ``.grad`` holds now, by group: ``(G,)``."""

@@ -91,11 +91,10 @@ def thresholds(
     check_choice("unit", unit, ("steps", "samples", "tokens"))
     given = tokens_per_sample if unit == "tokens" else 1
     per_sample = check_integer("tokens_per_sample", given, least=1)
-    pairs = [row.partition(":") for row in rows.split()]
-    if not pairs or not all(colon for _, colon, _ in pairs) or "," in rows:
+    pairs = [row.split(":") for row in rows.split()]
+    if {*map(len, pairs)} != {2} or "," in rows:
         raise ValueError(f"rows must be like '0:768 250B:1536', got {rows!r}")
-    starts = [amount(start) for start, _, _ in pairs]
-    sizes = [amount(size) for _, _, size in pairs]
+    starts, sizes = ([*map(amount, texts)] for texts in zip(*pairs))
     if starts[0] != 0 or sorted({*starts}) != starts:
         raise ValueError(f"rows must begin at 0 and increase, got {rows!r}")
 
