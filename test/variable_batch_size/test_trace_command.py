@@ -166,8 +166,8 @@ def test_a_trace_goes_from_one_command_to_the_next(folder, vbs):
     vbs("simulate - --dataset-size 1K --out steps.csv", text)
     assert set(pd.read_csv("steps.csv")["devices"]) == {2, 3, 4}
     # Steps of 2 to 4 minibatches have as many devices.
-    told = json.loads(vbs("check - --dataset-size 1K --json", text))
-    assert (told["idle replica-substeps"], told["substeps"]) == (0, 119)
+    told = vbs("check - --dataset-size 1K", text)
+    assert re.search(r"^substeps +119\nidle replica-substeps +0$", told, re.MULTILINE)
 
 
 def test_a_converted_log_is_a_trace_that_all_commands_take(folder, vbs):
@@ -202,7 +202,7 @@ def test_a_picture_is_beside_its_file_and_replaces_none(folder, vbs, capsys):
     assert "--out run.png exists: --force replaces it" in capsys.readouterr().err
 
 
-def test_numbers_are_shown_or_are_json_for_programs(vbs):
+def test_numbers_are_shown(vbs):
     seconds = "--seconds-per-update 0.5 --seconds-per-substep 1"
     check = "check 100 --dataset-size 960 --epochs 1 --num-replicas 1 --pad-minibatches"
     shown = vbs(f"simulate 320 --dataset-size 960 --epochs 2 {seconds}") + vbs(check)
@@ -211,8 +211,6 @@ def test_numbers_are_shown_or_are_json_for_programs(vbs):
     assert ["hours without restarts and compiling", "0.0175"] in lines
     assert ["samples of padding", "252"] in lines
     assert ["samples", "900"] in lines
-    for words in ("stats 1K", "check 64 --dataset-size 1K --epochs 1 --num-replicas 2"):
-        assert json.loads(vbs(f"{words} --json"))["steps"] in (0, 15)
 
 
 def test_warnings_are_lines_and_not_hidden(capsys, monkeypatch):

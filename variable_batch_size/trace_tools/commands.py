@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +52,13 @@ OPTIONS = (
     Option("--out", Path, None, "make convert simulate plot",
            "a CSV file, or a picture, by default beside the first file"),
     Option("--force", bool, False, "make convert simulate plot", "replace that file"),
-    Option("--json", bool, False, "check stats simulate", "print numbers as JSON"),
-    *rows_of(tools.read_availability, "convert"),
     *rows_of(tools.convert, "convert"),
     *rows_of(tools.simulate, "simulate"),
     *rows_of(tools.totals, "simulate"),
 )  # fmt: skip
 
 
-def run_check(args: argparse.Namespace) -> Mapping[str, Any]:
+def run_check(args: argparse.Namespace) -> str:
     """Does a trace fit a dataset, and what does it waste?
 
     Epochs, samples that are dropped at their ends, and replicas that are idle because a
@@ -76,16 +73,16 @@ def run_check(args: argparse.Namespace) -> Mapping[str, Any]:
     wasted = {part: told[f"{part} in per cent"] for part in parts}
     how = "fits well" if max(wasted.values()) < 10 else "fits, but wastes much"
     said = ", ".join(f"{number:.1f} % {part}" for part, number in wasted.items())
-    return {"verdict": f"it {how}: {said}", **told}
+    return listed({"verdict": f"it {how}: {said}", **told})
 
 
-def run_stats(args: argparse.Namespace) -> Mapping[str, Any]:
+def run_stats(args: argparse.Namespace) -> str:
     """Which sizes has a trace, how often do they change, and which minibatches fit?
 
     example:
       vbs stats trace.csv
     """
-    return tools.stats(_trace(args.trace, args)[0])
+    return listed(tools.stats(_trace(args.trace, args)[0]))
 
 
 def run_plot(args: argparse.Namespace) -> str:
@@ -143,8 +140,7 @@ def run_convert(args: argparse.Namespace) -> str:
       vbs convert fixed log.csv --batch-size 1024 --minibatch-size 32 \\
           --seconds-per-update 0.1 --seconds-per-substep 0.4 --out trace.csv
     """
-    log_options = options_of(args, tools.read_availability)
-    found = tools.read_availability(args.log, **log_options)
+    found = tools.read_availability(args.log)
     policy = tools.POLICIES[args.member]
     batch_size_of = policy(**options_of(args, policy))
     step_time = _step_time(args)
@@ -160,7 +156,7 @@ def run_convert(args: argparse.Namespace) -> str:
     return f"{written}\n{told}" if args.out else written
 
 
-def run_simulate(args: argparse.Namespace) -> Mapping[str, Any]:
+def run_simulate(args: argparse.Namespace) -> str:
     """What will a run on a trace be: its steps, learning rates, time and cost?
 
     Nothing is trained. Steps, samples and learning rates are those of a real run whose
@@ -184,7 +180,7 @@ def run_simulate(args: argparse.Namespace) -> Mapping[str, Any]:
     if args.out is not None:
         steps = steps.rename(columns={"batch_size": COLUMN})
         told = {"file": _written(steps, args).removeprefix("wrote "), **told}
-    return told
+    return listed(told)
 
 
 # Functions of the parsed options that return the output.

@@ -54,19 +54,15 @@ class Availability(NamedTuple):
         return float(np.diff(self.times) @ self.devices[:-1])
 
 
-def read_availability(
-    source: Source, *, time_column: str | None = None, device_column: str | None = None
-) -> Availability:
+def read_availability(source: Source) -> Availability:
     """Returns the log of a file, with irregular rows and zeros for pauses.
+
+    Times in seconds are in a column Time, time or timestamp; devices in one of the name
+    TPU_cores, GPUs, devices or replicas.
 
     Of rows with one time the last one holds, with a warning. Two columns of numbers
     without a header are times and devices. A file of JSON is one of SkyPilot's spot
     traces: the number of available instances, every ``gap_seconds``.
-
-    Args:
-        source: The file.
-        time_column: Of times in seconds; default: Time, time or timestamp.
-        device_column: Default: TPU_cores, GPUs, devices or replicas.
 
     Raises:
         TraceError: A column is missing; or a time is below the one before, or a
@@ -76,10 +72,9 @@ def read_availability(
     if text.lstrip().startswith("{"):
         table = _table_of_ticks(name, text)
     else:
-        has_header = time_column or device_column or not _HEADLESS.match(text)
-        table = table_of(name, text, () if has_header else ("Time", "devices"))
-    when = table.find(*([time_column] if time_column else TIME_COLUMNS))
-    what = table.find(*([device_column] if device_column else DEVICE_COLUMNS))
+        header = ("Time", "devices") if _HEADLESS.match(text) else ()
+        table = table_of(name, text, header)
+    when, what = table.find(*TIME_COLUMNS), table.find(*DEVICE_COLUMNS)
     times, counts = table.numbers(when), table.integers(what, 0)
     table.refuse(when, times > MOST_SECONDS, "must be in seconds, not milliseconds")
     gaps = np.diff(times, append=np.inf)
