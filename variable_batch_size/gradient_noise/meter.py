@@ -268,7 +268,8 @@ class NoiseMeter(Part):
         )
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes what `state_dict` returned; call it after `check_state`."""
+        """Takes what `state_dict` returned; see `check_state`."""
+        self.check_state(state)
         device = self._replica.device
         self._averages = state["averages"].to(self.dtype).to(device)
         self._batch_size = state["batch_size"].item()
