@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import re
 import sys
 import warnings
@@ -13,7 +12,7 @@ from typing import Any
 
 from variable_batch_size.runs.run_file import installed_version
 from variable_batch_size.trace_tools.commands import COMMANDS, MEMBERS, OPTIONS
-from variable_batch_size.trace_tools.options import Option, listed, rows_of
+from variable_batch_size.trace_tools.options import Option, rows_of
 from variable_batch_size.traces.batch_trace import TraceWarning
 
 
@@ -48,10 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.exit(2, f"vbs {args.command}: error: {message}\n")
     for warning in caught:
         sys.stderr.write(f"warning: {warning.message}\n")
-    if getattr(args, "json", False):
-        output = json.dumps(output, default=float, indent=1)
-    elif isinstance(output, Mapping):
-        output = listed(output)
     sys.stdout.write(f"{output}\n")
     return 0
 

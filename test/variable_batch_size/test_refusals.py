@@ -30,7 +30,8 @@ NAN, ONES = float("nan"), torch.ones(3)
 LOG = tools.Availability(np.array([0.0, 10.0]), np.array([2, 0]))
 SCHEDULE = Schedule(vbs.Trace([16, 32]), 48, 8)
 simulated = partial(simulate, SCHEDULE)
-converted = partial(tools.convert, LOG, lambda devices: 8)
+converted = partial(tools.convert, LOG, lambda devices: 8, minibatch_size=8)
+step_time = partial(tools.StepTime, per_substep=0)
 blocks = partial(vbs.BlockDataset, len)
 seeded = vbs.SeededDataset
 dealt = partial(sampler_of, trace=64)
@@ -150,7 +151,7 @@ OF_TRACES = [
     (lambda: convert_rows(LOG, lambda _: 0), "element 0, batchsize: 0 must be an int"),
     (lambda: wrapped(sampler=dealt(minibatch_size=4)).change_batch_size(6),
      "not a multiple of minibatch_size=4"),
-    (lambda: converted(lambda *_: 11), "^no step is completed in the 10 seconds"),
+    (lambda: converted(step_time(11)), "^no step is completed in the 10 seconds"),
 ]  # fmt: skip
 OF_VALUES = [
     (lambda: simulate(planned(16, 48, 8)), "the constant trace has no end: give num"),
@@ -206,12 +207,12 @@ OF_VALUES = [
     (lambda: simulated(rule="adascale", ref_batchsize=8), "measures the gradients"),
     (lambda: simulated(rule="adam-root", ref_batchsize=1), "adam-root"),
     (lambda: simulated(devices=np.array([1])), "for each of the 2 rows of the list"),
-    (lambda: converted(lambda *_: 0), r"seconds of a step must be .* > 0, got 0.0"),
-    (lambda: converted(lambda *_: 1e-9), "seconds of a step must be .*, got 1e-09"),
+    (lambda: converted(step_time(0)), r"seconds of a step must be .* > 0, got 0"),
+    (lambda: converted(step_time(1e-9)), "seconds of a step must be .*, got 1e-09"),
     (lambda: made.make("ramps"), "family must be one of 'constant', 'ramp'"),
     (lambda: made.make("thresholds", rows="768", total=9), "rows must be like '0:768"),
-    (lambda: made.make("critical-batch", first=8, most=64, total_samples=4000),
-     "either curve or coefficient"),
+    (lambda: made.make("critical-batch", first=8, most=64, total_samples=4000,
+                       coefficient=0), "coefficient must be .* > 0, got 0"),
     (lambda: wrapped(replica=LocalReplica("meta")), "is on cpu, but this is repl"),
     (lambda: wrapped(sampler=dealt(num_replicas=4, rank=1)), "deals to replica 1 of"),
     (lambda: wrapped(SGD, NAN), "reference learning rate must .*got nan"),

@@ -2,11 +2,11 @@
 
 # isort: off
 from variable_batch_size.gradient_noise.estimators import (
-    average, coefficients, efficiency, estimate, gain, no_statistics, noise_scale,
-    overall, unbiased, weight_of, weighted_coefficients,
+    average, coefficients, estimate, gain, noise_scale, overall, unbiased, weight_of,
+    weighted_coefficients,
 )  # fmt: skip
 
 __all__ = [
-    "average", "coefficients", "efficiency", "estimate", "gain", "no_statistics",
-    "noise_scale", "overall", "unbiased", "weight_of", "weighted_coefficients",
+    "average", "coefficients", "estimate", "gain", "noise_scale", "overall", "unbiased",
+    "weight_of", "weighted_coefficients",
 ]  # fmt: skip

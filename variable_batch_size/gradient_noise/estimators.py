@@ -25,15 +25,6 @@ Tensor = torch.Tensor
 Matrix = tuple[tuple[float, ...], ...]
 
 
-def no_statistics(
-    num_groups: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """Returns statistics in which nothing is known yet: ``(3, G)``."""
-    return torch.zeros(3, num_groups, dtype=dtype, device=device)
-
-
 def coefficients(num_minibatches: int, minibatch_size: int) -> Matrix:
     """Returns unbiased estimates from one step, linear in A and Q: ``(3, 3)``.
 
@@ -180,11 +171,3 @@ def noise_scale(variance: float, square: float) -> float:
     if square > 0:
         return max(variance, 0.0) / square
     return math.inf if variance > 0 else math.nan
-
-
-def efficiency(gain: float, batch_ratio: float) -> float:
-    """Returns gain / kappa = (B0 + N) / (B + N): progress per sample.
-
-    The statistical efficiency of Qiao et al. 2021 (Pollux, arXiv:2008.12260, 3.1).
-    """
-    return gain / batch_ratio

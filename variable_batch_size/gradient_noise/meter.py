@@ -59,7 +59,8 @@ class Measurements(NamedTuple):
         gain: Steps at the reference batch size that one of the last batch size is
             worth, by what is known now.
         noise_scale: tr Sigma / |G|^2, in samples; NaN where nothing is known.
-        efficiency: Progress per sample, against the reference batch size; NaN too.
+        efficiency: Progress per sample, against the reference batch size; NaN too. Of
+            Qiao et al. 2021 (Pollux, arXiv:2008.12260, 3.1).
         progress: Steps at the reference batch size that training is worth so far.
         variance: tr Sigma of one sample.
         square: |G|^2.
@@ -107,9 +108,8 @@ class NoiseMeter(Part):
         self.dtype = dtype_for(p for group in groups for p in group["params"])
         is_exact = run.sums.is_exact
         self._gradients = GradientSquares(self.dtype, replica, is_exact)
-        self._unseen = False  # whether gradients of this step were not looked at
         self._num_measured: float = 0  # steps that should have told of the noise
-        self._averages = estimators.no_statistics(0, self.dtype, replica.device)
+        self._averages = torch.zeros(3, 0, dtype=self.dtype, device=replica.device)
         # Of the step under way: (G,), and the number of minibatches with a weight.
         self._squares = SmallSum(0, self.dtype, replica, is_exact)
         self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
@@ -131,7 +131,7 @@ class NoiseMeter(Part):
         and it does not count: on no replica, since the sum over them is not finite.
         """
         if num_new := len(groups) - self._num_groups:
-            new = estimators.no_statistics(num_new, self.dtype, self._replica.device)
+            new = self._averages.new_zeros(3, num_new)
             self._averages = torch.cat([self._averages, new], dim=1)
             self._squares.grow(num_new)
             self._replica.sync()  # zeros on the device, not in the first graph
@@ -143,9 +143,10 @@ class NoiseMeter(Part):
 
         The only one tells nothing of the noise by its gradients, which are not looked
         at; where programs are compiled they are, which makes one program of all steps.
+        A step that has begun so does not count if it becomes another epoch's.
         """
         unused = step is not None and step.num_minibatches == 1 and not self.weighted
-        self._gradients.paused = unused and not self._replica.is_lazy
+        self._gradients.paused |= unused and not self._replica.is_lazy
 
     def end_minibatch(self, weight: torch.Tensor | None) -> None:
         """Adds the minibatch's squares to the step's, in the minibatch's graph.
@@ -154,7 +155,6 @@ class NoiseMeter(Part):
             weight: ``(1,)``, if minibatches have weights. One of weight zero tells
                 nothing of the noise.
         """
-        self._unseen |= self._gradients.paused
         squares = self._gradients.take()
         if squares is None:
             return
@@ -182,9 +182,6 @@ class NoiseMeter(Part):
             for name, value in values.items()
         }
         self._num_measured += num_minibatches > 1
-        # Another epoch than was prepared for.
-        if self._unseen and num_minibatches != 1 and not self.weighted:
-            self._squares.spoil()
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns ``(G,)`` and, if they have weights, how many minibatches have one."""
@@ -203,23 +200,19 @@ class NoiseMeter(Part):
         statistics = before if self.options.causal else self._averages
         ratio, base = numbers["ratio"], numbers["base"]
         gain = estimators.gain(estimators.overall(statistics), ratio, base)
-        self._add_progress(gain)
+        whole, fraction = self._progress
+        total = fraction + gain
+        floor = total.floor()
+        self._progress = (whole + floor.to(torch.int64), total - floor)
         if self.options.per_group and num_groups > 1:
             self.gains = estimators.gain(statistics, ratio, base)
         else:
             self.gains = gain.expand(num_groups)
 
-    def _add_progress(self, gain: torch.Tensor) -> None:
-        """Adds the gain of an update, ``(1,)``, on the device."""
-        whole, fraction = self._progress
-        total = fraction + gain
-        floor = total.floor()
-        self._progress = (whole + floor.to(torch.int64), total - floor)
-
     def clear(self) -> None:
         """Forgets the minibatches of the step."""
         self._gradients.discard()
-        self._unseen = False
+        self._gradients.paused = False
         torch._foreach_zero_([self._squares.total, self._count])
 
     # --- what can be asked ----------------------------------------------------------
@@ -230,8 +223,7 @@ class NoiseMeter(Part):
 
         Scale-invariant iterations: the sum of the overall gains (arXiv:2007.05105).
         """
-        whole, fraction = self._replica.fetch(list(self._progress))
-        return float(whole.item() + fraction.item())
+        return self._read()[1]
 
     def measure(self, batch_size: float | None = None) -> Measurements:
         """Returns everything at once, with a single read of the device.
@@ -244,7 +236,7 @@ class NoiseMeter(Part):
         variance, square = overall[:2, 0].tolist()
         gain = self._gains(estimators.overall(averages), batch_size)[0]
         noise_scale = estimators.noise_scale(variance, square)
-        efficiency = estimators.efficiency(gain, self._ratio(batch_size))
+        efficiency = gain / self._ratio(batch_size)  # (B0 + N) / (B + N)
         efficiency = efficiency if variance > 0 or square > 0 else math.nan
         return Measurements(gain, noise_scale, efficiency, progress, variance, square)
 
@@ -257,14 +249,11 @@ class NoiseMeter(Part):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns averages and progress, on the CPU: a few numbers per group."""
-        tensors = [self._averages, *self._progress]
-        if isinstance(self._batch_size, torch.Tensor):
-            tensors.append(self._batch_size)
-        fetched = self._replica.fetch(tensors)
-        if isinstance(self._batch_size, torch.Tensor):
-            self._batch_size = fetched.pop().item()
+        state = self._averages, *self._progress, self._batch_size
+        *tensors, size = self._replica.to_host(state)
+        self._batch_size = float(size)
         sizes = torch.tensor([self._batch_size, self._base], dtype=torch.float64)
-        return dict(zip(_STATE, [*fetched, *sizes.split(1)]))
+        return dict(zip(_STATE, [*tensors, *sizes.split(1)]))
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless `load_state_dict` can take ``state``."""
@@ -322,9 +311,8 @@ class NoiseMeter(Part):
         if self._num_measured >= _MOST_UNKNOWN and not averages[2].any():
             self._num_measured = -math.inf  # said once
             logger.warning(
-                "the gradient noise of %d steps is unknown, because squares of their "
-                "gradients are not finite: in %s a gradient's norm must be below "
-                "%.0e. Scale the loss, or train in float64; gains are 1 until then",
-                _MOST_UNKNOWN, self.dtype, math.sqrt(torch.finfo(self.dtype).max),
-            )  # fmt: skip
+                f"the noise of {_MOST_UNKNOWN} steps is unknown, because squares of "
+                f"their gradients are not finite in {self.dtype}: scale the loss, or "
+                "train in float64; gains are 1 until then"
+            )
         return averages, state["whole"].item() + state["fraction"].item()

@@ -29,14 +29,12 @@ class GradientSquares:
 
     def __init__(self, dtype: torch.dtype, replica: Replica, is_exact: bool) -> None:
         self.dtype, self._is_exact = dtype, is_exact
-        self.device = replica.device
         self._replica, self._is_lazy = replica, replica.is_lazy
         self.parameters: list[nn.Parameter] = []
         self._group_of: dict[nn.Parameter, int] = {}
         self._num_groups = 0
         self._handles: list[Any] = []
         self._collected: dict[int, torch.Tensor] = {}
-        self._repeated = False
         self.paused = self._is_sharded = False
 
     def watch(self, groups: Groups) -> bool:
@@ -54,11 +52,15 @@ class GradientSquares:
         return len(self.parameters) > num_before
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
-        """Keeps the square of a gradient of this minibatch."""
+        """Keeps the square of a gradient of this minibatch; raises for a second one."""
         if self.paused:
             return
+        # Else the one before was thrown away.
         if index in self._collected and self.parameters[index].grad is not None:
-            self._repeated = True  # else the one before was thrown away
+            raise ValueError(
+                "a parameter received two gradients within one minibatch: call "
+                "backward() once per step(), and checkpoint with use_reentrant=False"
+            )
         if gradient.requires_grad:  # of backward(create_graph=True)
             gradient = gradient.detach()
         self._collected[index] = square(gradient, self.dtype)
@@ -68,20 +70,14 @@ class GradientSquares:
 
         Gradients that `model.zero_grad` has thrown away meanwhile do not count.
         """
-        repeated, parameters = self._repeated, self.parameters
         found = self._collected.items()
-        collected = {i: v for i, v in found if parameters[i].grad is not None}
+        collected = {i: v for i, v in found if self.parameters[i].grad is not None}
         self.discard()
-        if repeated:
-            raise ValueError(
-                "a parameter received two gradients within one minibatch: call "
-                "backward() once per step(), and checkpoint with use_reentrant=False"
-            )
         return self.by_group(collected) if collected else None
 
     def discard(self) -> None:
         """Forgets the minibatch."""
-        self._collected, self._repeated = {}, False
+        self._collected = {}
 
     def of_gradients(self) -> torch.Tensor:
         """Returns ||gradient||^2 of what ``.grad`` holds now, by group: ``(G,)``."""
@@ -106,7 +102,7 @@ class GradientSquares:
         sums = [torch.stack(each).sum(0, keepdim=True) for each in members if each]
         if len(sums) == 1 == self._num_groups:
             return sums[0]
-        nothing = torch.zeros(1, dtype=self.dtype, device=self.device)
+        nothing = torch.zeros(1, dtype=self.dtype, device=self._replica.device)
         found = iter(sums)
         return torch.cat([next(found) if each else nothing for each in members])
 

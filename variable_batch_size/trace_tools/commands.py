@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,6 @@ from variable_batch_size.trace_tools.options import (
 from variable_batch_size.traces.batch_trace import Trace
 from variable_batch_size.traces.trace_csv import COLUMN, read_table
 from xla_replica.common.arguments import check_number
-from xla_replica.common.trees import leaves
 
 TRACE = "a CSV file, - for the standard input, or one batch size"
 RUNS, TIMED = "check simulate", "convert simulate"
@@ -42,7 +39,7 @@ OPTIONS = (
     Option("--tokens-per-sample", int, None, "check simulate stats plot",
            "of a trace with the column tokens"),
     Option("--dataset-size", int, REQUIRED, RUNS, "in samples"),
-    Option("--minibatch-size", int, 32, f"{RUNS} convert", "samples of a minibatch"),
+    Option("--minibatch-size", int, 32, RUNS, "samples of a minibatch"),
     Option("--epochs", int, None, RUNS, "default: all of the trace, if it ends"),
     Option("--pad-minibatches", bool, False, RUNS, "minibatches may lack samples"),
     Option("--on-end", str, "stop", RUNS, "after the last row: stop, hold or cycle"),
@@ -55,15 +52,13 @@ OPTIONS = (
     Option("--out", Path, None, "make convert simulate plot",
            "a CSV file, or a picture, by default beside the first file"),
     Option("--force", bool, False, "make convert simulate plot", "replace that file"),
-    Option("--json", bool, False, "check stats simulate", "print numbers as JSON"),
-    *rows_of(tools.read_availability, "convert"),
     *rows_of(tools.convert, "convert"),
     *rows_of(tools.simulate, "simulate"),
     *rows_of(tools.totals, "simulate"),
 )  # fmt: skip
 
 
-def run_check(args: argparse.Namespace) -> Mapping[str, Any]:
+def run_check(args: argparse.Namespace) -> str:
     """Does a trace fit a dataset, and what does it waste?
 
     Epochs, samples that are dropped at their ends, and replicas that are idle because a
@@ -78,16 +73,16 @@ def run_check(args: argparse.Namespace) -> Mapping[str, Any]:
     wasted = {part: told[f"{part} in per cent"] for part in parts}
     how = "fits well" if max(wasted.values()) < 10 else "fits, but wastes much"
     said = ", ".join(f"{number:.1f} % {part}" for part, number in wasted.items())
-    return {"verdict": f"it {how}: {said}", **told}
+    return listed({"verdict": f"it {how}: {said}", **told})
 
 
-def run_stats(args: argparse.Namespace) -> Mapping[str, Any]:
+def run_stats(args: argparse.Namespace) -> str:
     """Which sizes has a trace, how often do they change, and which minibatches fit?
 
     example:
       vbs stats trace.csv
     """
-    return tools.stats(_trace(args.trace, args)[0])
+    return listed(tools.stats(_trace(args.trace, args)[0]))
 
 
 def run_plot(args: argparse.Namespace) -> str:
@@ -145,8 +140,7 @@ def run_convert(args: argparse.Namespace) -> str:
       vbs convert fixed log.csv --batch-size 1024 --minibatch-size 32 \\
           --seconds-per-update 0.1 --seconds-per-substep 0.4 --out trace.csv
     """
-    log_options = options_of(args, tools.read_availability)
-    found = tools.read_availability(args.log, **log_options)
+    found = tools.read_availability(args.log)
     policy = tools.POLICIES[args.member]
     batch_size_of = policy(**options_of(args, policy))
     step_time = _step_time(args)
@@ -154,20 +148,15 @@ def run_convert(args: argparse.Namespace) -> str:
         if args.restart_seconds:
             raise ValueError("restart_seconds needs a step time")
         return _written(tools.convert_rows(found, batch_size_of), args)
-
-    def seconds(size: int, devices: int) -> float:
-        return float(step_time.seconds(-(-size // (args.minibatch_size * devices))))
-
-    result = tools.convert(
-        found, batch_size_of, seconds, restart_seconds=args.restart_seconds
-    )
+    options = options_of(args, tools.convert)
+    result = tools.convert(found, batch_size_of, step_time, **options)
     names = "of the log", "in steps", "in steps that were lost", "idle"
     told = listed({f"device-hours {n}": s / 3600 for n, s in zip(names, result[1:])})
     written = _written(result.steps, args)
     return f"{written}\n{told}" if args.out else written
 
 
-def run_simulate(args: argparse.Namespace) -> Mapping[str, Any]:
+def run_simulate(args: argparse.Namespace) -> str:
     """What will a run on a trace be: its steps, learning rates, time and cost?
 
     Nothing is trained. Steps, samples and learning rates are those of a real run whose
@@ -191,7 +180,7 @@ def run_simulate(args: argparse.Namespace) -> Mapping[str, Any]:
     if args.out is not None:
         steps = steps.rename(columns={"batch_size": COLUMN})
         told = {"file": _written(steps, args).removeprefix("wrote "), **told}
-    return told
+    return listed(told)
 
 
 # Functions of the parsed options that return the output.
@@ -248,14 +237,9 @@ def _drawn(name: str, args: argparse.Namespace) -> tuple[str, Run]:
 
 
 def _check_out(out: Path, args: argparse.Namespace) -> None:
-    """Raises ValueError if the output would replace a file, or one that is read."""
-    if out.is_file():
-        given = [value for name, value in vars(args).items() if name != "out"]
-        paths = [path for path in leaves(given) if isinstance(path, str)]
-        if any(os.path.isfile(path) and out.samefile(path) for path in paths):
-            raise ValueError(f"--out {out} is the file that is read, and would be lost")
-        if not args.force:
-            raise ValueError(f"--out {out} exists: --force replaces it")
+    """Raises ValueError if the output would replace a file without ``--force``."""
+    if out.is_file() and not args.force:
+        raise ValueError(f"--out {out} exists: --force replaces it")
 
 
 def _written(table: pd.DataFrame, args: argparse.Namespace) -> str:

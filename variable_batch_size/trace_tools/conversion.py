@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from variable_batch_size.trace_tools.step_time import StepTime
 from variable_batch_size.traces.batch_trace import MOST_STEPS, Trace
 from variable_batch_size.traces.trace_csv import (
     COLUMN,
@@ -33,8 +34,6 @@ MOST_SECONDS = 1e11
 _HEADLESS = re.compile(r"\s*[0-9.eE+-]+[ \t]*,[ \t]*[0-9.]+[ \t]*([\r\n]|$)")
 # From the number of devices, at least 1, to the global batch size in samples.
 BatchSize = Callable[[int], int]
-# From the global batch size and the number of devices to the seconds of a step.
-Seconds = Callable[[int, int], float]
 
 
 class Availability(NamedTuple):
@@ -55,19 +54,15 @@ class Availability(NamedTuple):
         return float(np.diff(self.times) @ self.devices[:-1])
 
 
-def read_availability(
-    source: Source, *, time_column: str | None = None, device_column: str | None = None
-) -> Availability:
+def read_availability(source: Source) -> Availability:
     """Returns the log of a file, with irregular rows and zeros for pauses.
+
+    Times in seconds are in a column Time, time or timestamp; devices in one of the name
+    TPU_cores, GPUs, devices or replicas.
 
     Of rows with one time the last one holds, with a warning. Two columns of numbers
     without a header are times and devices. A file of JSON is one of SkyPilot's spot
     traces: the number of available instances, every ``gap_seconds``.
-
-    Args:
-        source: The file.
-        time_column: Of times in seconds; default: Time, time or timestamp.
-        device_column: Default: TPU_cores, GPUs, devices or replicas.
 
     Raises:
         TraceError: A column is missing; or a time is below the one before, or a
@@ -77,10 +72,9 @@ def read_availability(
     if text.lstrip().startswith("{"):
         table = _table_of_ticks(name, text)
     else:
-        has_header = time_column or device_column or not _HEADLESS.match(text)
-        table = table_of(name, text, () if has_header else ("Time", "devices"))
-    when = table.find(*([time_column] if time_column else TIME_COLUMNS))
-    what = table.find(*([device_column] if device_column else DEVICE_COLUMNS))
+        header = ("Time", "devices") if _HEADLESS.match(text) else ()
+        table = table_of(name, text, header)
+    when, what = table.find(*TIME_COLUMNS), table.find(*DEVICE_COLUMNS)
     times, counts = table.numbers(when), table.integers(what, 0)
     table.refuse(when, times > MOST_SECONDS, "must be in seconds, not milliseconds")
     gaps = np.diff(times, append=np.inf)
@@ -188,8 +182,9 @@ def convert_rows(availability: Availability, policy: BatchSize) -> pd.DataFrame:
 def convert(
     availability: Availability,
     policy: BatchSize,
-    seconds: Seconds,
+    step_time: StepTime,
     *,
+    minibatch_size: int = 32,
     restart_seconds: float = 0.0,
 ) -> Conversion:
     """Returns the steps that a run on these devices makes, one after the other.
@@ -201,7 +196,8 @@ def convert(
     Args:
         availability: The log.
         policy: What a member of `POLICIES` returns.
-        seconds: How long a step takes.
+        step_time: How long a step takes.
+        minibatch_size: Samples of a minibatch, of which a device runs one at a time.
         restart_seconds: Until the run begins, at first and whenever devices change.
 
     Raises:
@@ -210,6 +206,7 @@ def convert(
         ValueError: A step does not take a positive time, or far too little of the log.
     """
     check_number("restart_seconds", restart_seconds, least=0)
+    check_integer("minibatch_size", minibatch_size, least=1)
     # Rows that change nothing are left out; the last one ends the log: -1 devices.
     changes = np.diff(availability.devices, prepend=-1) != 0
     changes[-1] = True
@@ -226,7 +223,7 @@ def convert(
             continue
         if count != running:
             running, now, size = count, now + restart_seconds, policy(count)
-            duration = float(seconds(size, count))
+            duration = step_time.seconds(-(-size // (minibatch_size * count)))
             least = times[-1] / MOST_STEPS  # or far too many would be completed
             check_number("seconds of a step", duration, least, above=0)
             slack = 1e-6 * duration  # less than that is rounding
@@ -243,7 +240,7 @@ def convert(
     if not steps:
         raise TraceError(
             f"no step is completed in the {times[-1]:g} seconds of the log: check "
-            "seconds and restart_seconds"
+            "the step time and restart_seconds"
         )
     starts, durations, sizes, devices = map(np.array, zip(*steps))
     total, in_steps = availability.device_seconds, float(durations @ devices)

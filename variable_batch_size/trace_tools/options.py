@@ -13,7 +13,11 @@ from typing import Any, NamedTuple
 
 REQUIRED: Any = inspect.Parameter.empty
 _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
-_AMOUNT = re.compile(r"([+-]?[0-9.]+(?:e[0-9]{1,2})?)([KMBT]?)", re.IGNORECASE)
+_AMOUNT = re.compile(r"([+-]?[0-9]*\.?[0-9]+(?:e[0-9]{1,2})?)([KMBT]?)", re.IGNORECASE)
+
+
+class AmountError(ValueError, argparse.ArgumentTypeError):
+    """A text that is not an amount; argparse shows the message as it is."""
 
 
 class Option(NamedTuple):
@@ -90,10 +94,10 @@ def amount(text: str) -> int:
     (250000000000, 1500000, 64)
 
     Raises:
-        ValueError: The text is not an integer.
+        AmountError: The text is not an integer.
     """
     if found := _AMOUNT.fullmatch(text.strip()):
         number, power = Fraction(found[1]), "KMBT".find(found[2].upper() or " ") + 1
         if (number * 1000**power).denominator == 1:
             return int(number * 1000**power)
-    raise ValueError(f"{text!r} is not an integer such as 64, 500K, 2M or 250B")
+    raise AmountError(f"{text!r} is not an integer such as 64, 500K, 2M or 250B")

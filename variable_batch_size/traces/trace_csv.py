@@ -86,11 +86,6 @@ class Table(NamedTuple):
         self.refuse(header, bad, f"must be an integer >= {least} and < 2**53")
         return found.astype(np.int64)
 
-    def check_increasing(self, header: str, numbers: np.ndarray) -> None:
-        """Raises TraceError where one of a column's numbers is not above the last."""
-        bad = np.append(False, np.diff(numbers) <= 0)
-        self.refuse(header, bad, "must be larger than in the row before")
-
     def refuse(self, header: str, bad: np.ndarray, why: str) -> None:
         """Raises TraceError for the first row of which ``bad`` is true."""
         if bad.any():

@@ -67,7 +67,6 @@ def test_the_gain_is_the_papers(variance, square, ratio):
     assert gain == pytest.approx((sigma2 + square) / (sigma2 / ratio + square))
     efficiency = (32 + scale) / (ratio * 32 + scale)
     assert gain == pytest.approx(ratio * efficiency)
-    assert gradient_noise.efficiency(gain, ratio) == pytest.approx(efficiency)
 
 
 @pytest.mark.parametrize(("variance", "square", "ratio", "gain"), [

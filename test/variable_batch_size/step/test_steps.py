@@ -157,7 +157,7 @@ ON_ANY_REPLICA = [
     (TWO, "take, step", NO_PASS),
     (TWO, "minibatch, take, step", NO_PASS),
     (TWO, "freeze, zero, minibatch, unfreeze, pass, step", "changed within a step"),
-    (TWO | {"noise": True}, "pass, pass of data from elsewhere, step", "two gradients"),
+    (TWO | {"noise": True}, "pass, pass of data from elsewhere", "two gradients"),
     (ONE | {"reduction": "sum"}, "pass, step of no weight", "gradient is not zero"),
     ({}, "zero by the wrapper, pass, zero by the wrapper", KEEPS),
     ({}, "minibatch, zero by the wrapper, pass, zero by the wrapper", KEEPS),

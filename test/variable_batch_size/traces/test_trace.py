@@ -38,7 +38,6 @@ GOOD = {
     "plus signs": "step,batchsize\n0,+64\n1,+96\n",
     "thresholds, in capitals": "Samples,BatchSize\n0,64\n64,96\n",
     "columns like others": "step,samples,tokens,batchsize\n0,7,,64\n1,7,x,96\n",
-    "what was used": "step,samples,tokens,batchsize\n0,0,0,64\n1,64,640,96\n",
 }
 
 
@@ -80,6 +79,7 @@ BAD = [
     (f"tokens,batchsize\n0,6\n{2**63},9\n", "line 3, tokens"),
     ("samples,tokens,batchsize\n0,0,64\n", "one column samples or tokens, found"),
     ("step,samples,batchsize\n0,0,64\n1,9,96\n", "leave out 'step' if rows hold fr"),
+    ("step,tokens,batchsize\n0,0,64\n1,64,96\n", "many tokens on, else 'tokens'"),
     ("tokens,batchsize\n0,64\n", "the column tokens needs tokens_per_sample"),
     (f"samples,batchsize\n0,1\n{2**40},2\n", "7 steps lead to the last row"),
 ]  # fmt: skip
