@@ -1,4 +1,4 @@
-"""Learning rates that follow the samples used so far.
+"""Numbers that follow the samples used so far: learning rates and critical batches.
 
 A curve is a function from an array of numbers of samples to an array of that shape.
 """
@@ -10,9 +10,32 @@ from collections.abc import Callable
 
 import numpy as np
 
+from variable_batch_size.traces.trace_csv import Source, read_table
 from xla_replica.common.arguments import check_choice, check_integer
 
 Curve = Callable[[np.ndarray], np.ndarray]
+
+
+def read_curve(source: Source) -> Curve:
+    """Returns the curve of a CSV file with a column ``samples`` and one more.
+
+    Args:
+        source: The file. Numbers of samples increase. Numbers between two rows are
+            interpolated linearly; before the first row its number holds, after the last
+            row the last one's.
+
+    Raises:
+        TraceError: The file has other columns, samples that do not increase, or numbers
+            below 0.
+    """
+    table = read_table(source)
+    first = table.find("samples")
+    others = [name for name in table.header if name and name != first]
+    second = table.find(*(others or ["of any other name"]))
+    samples, numbers = table.numbers(first), table.numbers(second)
+    table.check_increasing(first, samples)
+    table.refuse(second, numbers < 0, "must be >= 0")
+    return lambda at: np.interp(at, samples, numbers)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from variable_batch_size.trace_tools.curves import decay
+from variable_batch_size.trace_tools.curves import decay, read_curve
 from variable_batch_size.trace_tools.options import amount
 from variable_batch_size.traces.batch_trace import MOST_STEPS, Trace
 from variable_batch_size.traces.trace_csv import COLUMN, STEP_COLUMN
@@ -139,14 +139,14 @@ def critical_batch(
     first: int,
     most: int,
     total_samples: int,
-    coefficient: float,
+    curve: str = "",
+    coefficient: float = 0.0,
     exponent: float = 0.5,
 ) -> Made:
     """Doubles the batch size when the critical batch size has grown to twice it.
 
-    The warm-up of arXiv:2505.23971. The critical batch size is a power law of the
-    samples used so far, as it grows with data (arXiv:2410.21676). If you have measured
-    it, give `vbs make thresholds` the samples at which it has doubled.
+    The warm-up of arXiv:2505.23971. The critical batch size is measured, or a power law
+    of the samples used so far, which grows with data (arXiv:2410.21676).
 
     example:
       vbs make critical-batch --first 64 --most 2048 --total-samples 5M \\
@@ -156,15 +156,22 @@ def critical_batch(
         first: The batch size of the first step.
         most: The largest batch size.
         total_samples: How many samples the trace has, the last step whole.
-        coefficient: Of coefficient * samples ** exponent.
-        exponent: Of the samples.
+        curve: A CSV file with the columns samples and critical_batch.
+        coefficient: Without a curve: of coefficient * samples ** exponent.
+        exponent: Without a curve.
     """
-    check_number("coefficient", coefficient, above=0)
-    check_number("exponent", exponent, 0, 1)
+    check_number("coefficient", coefficient, least=0)
+    if bool(curve) == bool(coefficient):
+        raise ValueError("critical_batch needs either curve or coefficient above 0")
+    critical: Any = read_curve(curve) if curve else None
+    reached = first
 
     def size(used: int) -> int:
-        critical = max(coefficient * used**exponent, first)
-        return _doubled(first, most, int(min(critical, most)))
+        nonlocal reached
+        largest = critical(used) if curve else coefficient * used**exponent
+        while reached < (larger := _doubled(reached, 1, most)) <= largest:
+            reached = larger
+        return reached
 
     return _until(total_samples, size)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from variable_batch_size.trace_tools.curves import decay
 from variable_batch_size.trace_tools.families import FAMILIES, make
 from variable_batch_size.trace_tools.options import amount
-from variable_batch_size.traces.batch_trace import Trace
+from variable_batch_size.traces.batch_trace import Trace, TraceError
 
 
 def sizes(family: str, **options: object) -> list[int]:
@@ -69,14 +69,20 @@ def test_seesaw_doubles_the_batch_where_it_divides_the_rate_by_the_root_of_two()
     assert (lr * np.sqrt(batch / 20))[whole] == pytest.approx(1.0)
 
 
-def test_the_critical_batch_is_followed_upwards():
-    options = {"first": 8, "most": 64, "total_samples": 4000, "coefficient": 1.0}
-    for exponent in (0.5, 0.25, 0.0):
-        rising = sizes("critical-batch", **options, exponent=exponent)
-        begun = np.cumsum([0, *rising])[:-1]
-        doubled = [[8, *(n for n in (16, 32, 64) if n <= s**exponent)] for s in begun]
-        assert rising == [*map(max, doubled)]
-        assert max(rising) == (32 if exponent == 0.5 else 8)
+def test_the_critical_batch_is_followed_upwards(tmp_path):
+    """16 + samples: doubles at 16, 48 and 112; then the curve falls, and nothing."""
+    path = tmp_path / "critical.csv"
+    path.write_text("samples,critical_batch\n0,16\n200,216\n300,0\n")
+    critical = partial(sizes, "critical-batch")
+    found = critical(first=16, most=100, total_samples=500, curve=str(path))
+    assert found == [16, 32, *[64] * 8]
+    rising = critical(first=8, most=64, total_samples=4000, coefficient=1.0)
+    begun = np.cumsum([0, *rising])[:-1]
+    expected = [max(n for n in (8, 16, 32, 64) if n == 8 or n <= s**0.5) for s in begun]
+    assert rising == expected
+    path.write_text("samples,critical_batch\n0,16\n200,-1\n")
+    with pytest.raises(TraceError, match=r"line 3, critical_batch: '-1' must be >= 0"):
+        critical(first=16, most=100, total_samples=500, curve=str(path))
 
 
 def test_a_spot_market_has_the_devices_that_its_probabilities_say():
