@@ -143,7 +143,6 @@ class NoiseMeter(Part):
 
         The only one tells nothing of the noise by its gradients, which are not looked
         at; where programs are compiled they are, which makes one program of all steps.
-        A step that has begun so does not count if it becomes another epoch's.
         """
         unused = step is not None and step.num_minibatches == 1 and not self.weighted
         self._gradients.paused |= unused and not self._replica.is_lazy
@@ -182,6 +181,10 @@ class NoiseMeter(Part):
             for name, value in values.items()
         }
         self._num_measured += num_minibatches > 1
+        if self._gradients.paused and num_minibatches > 1:
+            # Another epoch than was prepared for: it does not count, on any replica.
+            self._gradients.paused = False
+            self._squares.spoil()
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns ``(G,)`` and, if they have weights, how many minibatches have one."""
