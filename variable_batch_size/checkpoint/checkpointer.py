@@ -217,7 +217,7 @@ class Checkpointer:
             if is_better and math.isfinite(metric):
                 self.best_metric, is_best = float(metric), True
         save = partial(self._save, is_best, True)
-        path: Path | None = self._optimizer.between(save)
+        path: Path | None = self._optimizer.updates.between(save)
         return path
 
     def _save(self, is_best: bool = False, between_epochs: bool = False) -> Path | None:
@@ -330,7 +330,7 @@ class Checkpointer:
         own = {**self._form, "settings": self._settings, "num_epochs": self.num_epochs}
         own["times to save"] = self._times.every_updates, self._times.every_minutes
         modules = {n: p for n, p in self._parts.items() if isinstance(p, nn.Module)}
-        self._optimizer.enter(own, modules, begin, self)
+        self._optimizer.updates.enter(own, modules, begin, self)
         return self._loaded
 
     def _resume(self, allow_changes: bool, best: bool) -> None:

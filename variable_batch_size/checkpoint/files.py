@@ -132,22 +132,16 @@ class SavedFile(NamedTuple):
     path: Path
     digest: str
 
-    def read(self) -> Any:
-        """Returns the state in the file, see `load`, without its sharded tensors.
-
-        Raises CheckpointError if the file or one of its shards is damaged. Other
-        errors, such as that of a server that does not answer, are not damage.
-        """
-        _check_digest(self.path, self.digest)
-        state = load(self.path, mapped=True)
-        for name, digest in state.get("digests", {}).items():
-            _check_digest(self.path.parent / state["shards"] / name, digest)
-        return state
-
     def is_whole(self) -> bool:
-        """Returns whether it can be used; a warning says why it cannot."""
+        """Returns whether it and its shards can be used; a warning says why not.
+
+        Other errors, such as that of a server that does not answer, are not damage.
+        """
         try:
-            self.read()
+            _check_digest(self.path, self.digest)
+            state = load(self.path, mapped=True)
+            for name, digest in state.get("digests", {}).items():
+                _check_digest(self.path.parent / state["shards"] / name, digest)
         except CheckpointError as error:
             logger.warning(f"{self.path.name} is damaged, and not used: {error}")
             return False

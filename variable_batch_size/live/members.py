@@ -259,13 +259,15 @@ class LiveUpdates(Course):
             is_between |= self._update is not None
             generation = replica.change(self._mark(), is_between)
             marks = [tuple(offer.mark) for offer in generation.offers]
+            furthest = max(marks)  # of nobody with a state it is empty
+            behind = [n for n, mark in enumerate(marks) if not mark or mark != furthest]
             self._check_progress(generation)
             try:
-                self._equalise(marks)
+                self._synchronise(marks.index(furthest), behind)
             except MemberLost as error:
                 self._note(error)
-                continue
-            break
+            else:
+                break
         if replica.is_primary:
             text = (
                 f"generation {generation.number}: {replica.num_replicas} members train "
@@ -301,24 +303,15 @@ class LiveUpdates(Course):
                 f"a collective fails every time, the last one by: {self._problem}"
             )
 
-    def _equalise(self, marks: list[tuple[int, ...]]) -> None:
-        """Gives every member the state of one that is furthest; deals anew."""
-        run, replica = self.run, self.run.replica
-        furthest = max(marks)
-        source = marks.index(furthest)  # nobody has a state if its mark is empty
-        is_source = replica.member == source and replica.brings
-        # The place before anything is loaded, which this member had dealt to another.
-        ledger = run.sampler.ledger
-        ledger.rank, ledger.num_replicas = replica.rank, replica.num_replicas
-        if is_source and not furthest:  # all are new, or others have ended the run
-            self._take(self._begin, {})
-        behind = [n for n, mark in enumerate(marks) if not mark or mark != furthest]
-        self._synchronise(source, behind)
-
     def _synchronise(self, source: int, receivers: list[int]) -> None:
         """Gives receivers the state of one member, and begins the step anew on all."""
-        run, replica = self.run, self.run.replica
+        run, replica, account = self.run, self.run.replica, self.account
         is_source = replica.member == source and replica.brings
+        # The place before anything is loaded, which this member had dealt to another.
+        ledger = account.ledger
+        ledger.rank, ledger.num_replicas = replica.rank, replica.num_replicas
+        if is_source and not self._has_state:  # all are new, or others ended the run
+            self._take(self._begin, {})
         receives = replica.member in receivers and not is_source
         brings = receivers and replica.brings and not receives
         common = run.sums.state_dict(), self.gradients.sums.order()
@@ -333,8 +326,7 @@ class LiveUpdates(Course):
         # Begins the step under way, as the member that has brought these sums it.
         sums, order = common
         self.gradients.sums.follow(order)
-        account = self.account
-        account.ledger.move(replica.rank, replica.num_replicas, account.cursor)
+        ledger.move(replica.rank, replica.num_replicas, account.cursor)
         self.restart()
         replica.sync()  # compiled now, it is what follows a loss, too
         run.sums.meet(sums)

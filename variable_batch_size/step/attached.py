@@ -159,10 +159,7 @@ class Attached:
         """
         found: dict[str, Any] = {}
         schedulers = [each.scheduler for each in self._schedulers()]
-        groups = [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self._run.inner.param_groups
-        ]
+        groups = [{**group, "params": []} for group in self._run.inner.param_groups]
         with contextlib.suppress(Exception):  # the user's, or a schedule's end
             step = schedulers[0].optimizer.step  # torch looks whether it is its own
             owner = SimpleNamespace(param_groups=groups, step=step, _opt_called=True)

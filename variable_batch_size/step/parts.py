@@ -36,6 +36,7 @@ from xla_replica.backends.small_sum import SmallSum
 from xla_replica.common.arguments import check_number
 from xla_replica.device.gradients import weak_hook
 
+Parts = Mapping[str, Part]
 # float32 holds integers below this exactly, in whatever order they are summed.
 _EXACT = 2**24
 _SETTINGS = (
@@ -58,19 +59,14 @@ class Ballots(Part):
     """
 
     def __init__(
-        self,
-        run: Run,
-        gradients: StepGradients,
-        scaling: Scaling,
-        parts: Mapping[str, Part],
+        self, run: Run, gradients: StepGradients, scaling: Scaling, parts: Parts
     ) -> None:
         self._run, self._replica = run, run.replica
         self._gradients, self._scaling, self._parts = gradients, scaling, parts
-        replica = run.replica
-        if not (replica.is_lazy or run.sharded):
+        if not (run.replica.is_lazy or run.sharded):
             gradients.on_change = weak_hook(self._agree_on_trained)
         # Of hyperparameters and of orders, added up over updates.
-        self._differences = torch.zeros(2, device=replica.device)
+        self._differences = torch.zeros(2, device=run.replica.device)
         self._sums = self._own = torch.zeros(0)
         self._asked = False
         self.votes: Any = None  # summed; a list once they are read

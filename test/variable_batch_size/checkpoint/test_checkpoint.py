@@ -122,7 +122,7 @@ def test_a_damaged_one_is_passed_over_and_then_replaced(undisturbed, tmp_path, c
     ends_as(undisturbed, found, before.num_updates)
     assert "damaged" in caplog.text
     [last] = files.saved_files(tmp_path)
-    last.read()
+    assert last.is_whole()
 
 
 def test_changes_can_be_allowed(tmp_path):
