@@ -19,13 +19,7 @@ from variable_batch_size.checkpoint.save_and_stop import SaveTimes
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import AttachedScheduler, Update
-from xla_replica.common.arguments import (
-    check_choice,
-    check_flag,
-    check_integer,
-    check_number,
-    check_type,
-)
+from xla_replica.common.arguments import check_choice, check_flag, check_type
 from xla_replica.common.differences import check_same
 from xla_replica.common.trees import map_tensors
 from xla_replica.stopping import end_run
@@ -99,12 +93,10 @@ class Checkpointer:
         _check_parts(optimizer, parts)
         if "://" in str(folder):
             raise ValueError(f"folder={str(folder)!r} is not a path: mount the bucket")
-        self._keep = check_integer("keep", keep, least=1)
         self._best = check_choice(
             "best", best, ("max", "min", None), "a part by another name"
         )
-        check_number("look_every_seconds", look_every_seconds, above=0)
-        self.folder, self._look_every = Path(folder), look_every_seconds
+        self.folder = Path(folder)
         self.replica = optimizer.replica
         self.best_metric: float | None = None
         self.updates_of = self._optimizer = optimizer
@@ -113,7 +105,8 @@ class Checkpointer:
         self._logs = [part for part in parts.values() if isinstance(part, RunLog)]
         self._modules = _modules(parts)
         optimizer.follow_buffers(self._modules)
-        self._times = SaveTimes(self.replica, every_updates, every_minutes)
+        times = every_updates, every_minutes, keep, look_every_seconds
+        self._times = SaveTimes(self.replica, *times)
         self.has_loaded = False
         self.num_epochs: int | None = None
         self._loaded: Path | None = None  # by the last `load`
@@ -143,7 +136,7 @@ class Checkpointer:
         is_due = self._times.due(self.num_updates)
         # After what may find that another member is lost, so that it can run again.
         self._begun = None
-        if self._optimizer.asked_to_stop(is_due, self._look_every):
+        if self._optimizer.asked_to_stop(is_due, self._times.look_every_seconds):
             self._stop()
         if is_due:
             self._save()
@@ -241,10 +234,9 @@ class Checkpointer:
             if replica.is_primary:
                 whole = replica.to_host(state) | {"digests": digests}
                 path = self._write(number, whole, is_best)
-        except xla_replica.MemberLost:  # the others have moved on
-            raise
         except Exception as error:
-            if replica.is_live:  # another one writes
+            are_ahead = isinstance(error, xla_replica.MemberLost)  # the others
+            if replica.is_live and not are_ahead:  # another one writes
                 replica.leave((), f"has not saved update {number}: {error}")
             raise
         if replica.is_live:  # if who writes dies, another one does
@@ -265,7 +257,7 @@ class Checkpointer:
         except FileNotFoundError:  # others have tidied up what it was writing
             self._claim(number)
             raise
-        files.tidy(self.folder, self._keep)
+        files.tidy(self.folder, self._times.keep)
         return path
 
     def _claim(self, number: int) -> None:

@@ -372,10 +372,9 @@ class GradientRecord:
         every parameter.
         """
         gradient = self._gradient
-        if not gradient.is_cpu or gradient.is_sparse:
-            return None
-        address = gradient.data_ptr()
-        if not address:  # its memory was given back
+        is_read = gradient.is_cpu and not gradient.is_sparse
+        address = gradient.data_ptr() if is_read else 0
+        if not address:  # or its memory was given back
             return None
         if address != self._address:
             few = gradient.detach()

@@ -186,9 +186,7 @@ class Weights(Part):
     ratio: Any = None
 
     def __init__(self, run: Run, gradients: StepGradients) -> None:
-        self._replica, self._gradients = run.replica, gradients
-        self._scalars, self._ref_weight = run.scalars, run.ref_weight
-        self._pads = run.sampler.schedule.pad_minibatches
+        self._run, self._replica, self._gradients = run, run.replica, gradients
         size = run.sampler.minibatch_size
         self._places = self._replica.send(torch.arange(size, dtype=torch.float32))
         self._was_read = False  # `of_samples`, in this minibatch
@@ -207,7 +205,7 @@ class Weights(Part):
             TypeError, ValueError: It is missing; or is negative, infinite or NaN, as
                 far as that can be seen without a read.
         """
-        if self._pads:
+        if self._run.sampler.schedule.pad_minibatches:
             num_real = account.num_real_samples
             self._check_samples_read(num_real)
             weight = num_real if weight is None else weight
@@ -228,7 +226,7 @@ class Weights(Part):
     def of_samples(self, num_real: int) -> torch.Tensor:
         """Returns ``(minibatch_size,)``: 1 for so many real samples, then 0."""
         self._was_read = True
-        number = self._scalars.get("samples", float(num_real))
+        number = self._run.scalars.get("samples", float(num_real))
         return (self._places < number).to(number.dtype)
 
     def _check_samples_read(self, num_real: int) -> None:
@@ -257,8 +255,8 @@ class Weights(Part):
         if is_zero(self.weight):
             self._gradients.refuse_nonzero()
         self._gradients.sums.divide_(torch.where(total > 0, total, math.inf))
-        if self._ref_weight is not None:
-            self.ratio = self.weight / self._ref_weight
+        if self._run.ref_weight is not None:
+            self.ratio = self.weight / self._run.ref_weight
 
     def clear(self) -> None:
         self._slot.total.zero_()

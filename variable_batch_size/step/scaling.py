@@ -127,9 +127,7 @@ class Scaling:
             ratio = self._scalars.get(("batch ratio", index), ratio, dtype)
         return inputs, ratio
 
-    def _uploaded(
-        self, index: int, group: Group, numbers: dict[str, Any]
-    ) -> dict[str, torch.Tensor]:
+    def _uploaded(self, index: int, group: Group, numbers: Group) -> Group:
         """Returns those numbers that change from update to update, on the device."""
         names = ["lr"]
         if numbers.get("gradient_factor") is not None:
