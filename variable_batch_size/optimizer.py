@@ -418,7 +418,7 @@ class ElasticOptimizer(OptimizerProxy):
                 "add_param_group: these parameters are sharded, and those that the "
                 "wrapper was built with are not: build it with a sharded one, too"
             )
-        super().add_param_group(param_group)
+        self.inner.add_param_group(param_group)
         self.updates.gradients.add(self.param_groups[-1]["params"])
 
     # --- what can be asked ----------------------------------------------------------
@@ -509,7 +509,7 @@ class ElasticOptimizer(OptimizerProxy):
         loaded. It loads into a plain torch optimizer too, and does not depend on the
         number of replicas. Reads the device if noise is measured.
         """
-        return {**super().state_dict(), "elastic": self.updates.state_dict()}
+        return {**self.inner.state_dict(), "elastic": self.updates.state_dict()}
 
     def load_state_dict(
         self, state_dict: State, *, place: bool = True, allow_changes: bool = False
@@ -536,7 +536,8 @@ class ElasticOptimizer(OptimizerProxy):
         if not place:
             elastic.pop("sampler", None)
         self.updates.check_state(elastic, allow_changes)
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "elastic"})
+        own = {name: value for name, value in state_dict.items() if name != "elastic"}
+        self.inner.load_state_dict(own)
         self.updates.load_state_dict(elastic, allow_changes)
 
     # --- how ------------------------------------------------------------------------
