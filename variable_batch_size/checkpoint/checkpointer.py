@@ -235,8 +235,8 @@ class Checkpointer:
                 whole = replica.to_host(state) | {"digests": digests}
                 path = self._write(number, whole, is_best)
         except Exception as error:
-            are_ahead = isinstance(error, xla_replica.MemberLost)  # the others
-            if replica.is_live and not are_ahead:  # another one writes
+            # Another one writes; if one is lost, the others have moved on.
+            if replica.is_live and not isinstance(error, xla_replica.MemberLost):
                 replica.leave((), f"has not saved update {number}: {error}")
             raise
         if replica.is_live:  # if who writes dies, another one does

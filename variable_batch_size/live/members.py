@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import hashlib
 import logging
 import pickle
@@ -377,10 +376,9 @@ class LiveUpdates(Course):
         if account.number == 0:
             place["order"] = None
         run["optimizer"]["elastic"]["sampler"] |= place
-        update = self._update and dataclasses.asdict(self._update)
-        update = without_numpy(map_tensors(update, torch.Tensor.item))
+        update = without_numpy(map_tensors(self._update or (), torch.Tensor.item))
         done, votes = self.attached.num_done, self.ballots.votes
-        state = {"run": run, "update": update, "num_done": done, "votes": votes}
+        state = {"run": run, "update": (*update,), "num_done": done, "votes": votes}
         replica = self.run.replica
         # Nothing changes while it is sent, so that what is there needs no copy.
         return state if replica.is_host else replica.to_host(state)
@@ -397,7 +395,7 @@ class LiveUpdates(Course):
         # Of the update whose functions run.
         self.attached.num_done = brought.get("num_done", 0)
         self.ballots.votes, update = brought.get("votes"), brought.get("update")
-        self._update = Update(**update) if update else None
+        self._update = Update(*update) if update else None
 
 
 # --- what members must have in common beside the settings of their optimizer ----------

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from variable_batch_size.data.account import Account
 from variable_batch_size.device_scalars import as_floats
@@ -21,8 +21,7 @@ from xla_replica.common.differences import check_same
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """One update of the weights, as attached callbacks see it.
 
     Attributes:
