@@ -150,8 +150,7 @@ class LiveUpdates(Course):
             {name: repr(value) for name, value in settings.items()},
             lambda: saver.newest() > self.account.global_step,
         )
-        self._meet()
-        self.attached.has_entered = True
+        super().enter(settings, modules, self._meet, saver)
 
     # --- verbs of an update ---------------------------------------------------------
 

@@ -377,10 +377,9 @@ class GradientRecord:
         if not address:  # or its memory was given back
             return None
         if address != self._address:
-            few = gradient.detach()
+            few = torch.atleast_1d(gradient.detach())
             few = torch.view_as_real(few) if few.is_complex() else few
-            few = few[tuple(length // 2 for length in few.shape[:-1])]
-            few = few[:_NUM_COMPARED] if few.dim() else few.reshape(1)
+            few = few[tuple(length // 2 for length in few.shape[:-1])][:_NUM_COMPARED]
             self._view = few.view(_INTEGERS[few.element_size()]).numpy()
             self._address = address
         return self._view.tobytes()
