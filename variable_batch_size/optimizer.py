@@ -197,9 +197,9 @@ class ElasticOptimizer(OptimizerProxy):
         account = run.sums.account(run.sampler, id(run.parameters()[0]))
         gradients, scaling = run.sums.gradients(run), Scaling(run)
         is_live, weights = run.replica.is_live, None
+        ballots, made = (LiveBallots, LiveUpdates) if is_live else (Ballots, Course)
         if run.replica.num_replicas > 1 or is_live:
-            kind = LiveBallots if is_live else Ballots
-            parts["ballots"] = kind(run, gradients, scaling, parts)
+            parts["ballots"] = ballots(run, gradients, scaling, parts)
         if self.repeatable is not None:
             parts["repeatable"] = self.repeatable
         if run.reduction == "sum":
@@ -208,7 +208,6 @@ class ElasticOptimizer(OptimizerProxy):
             run.noise.weights, parts["noise"] = weights, run.noise
         if run.max_grad_norm is not None:
             parts["clipping"] = Clipping(run, gradients, run.max_grad_norm)
-        made = LiveUpdates if is_live else Course
         return made(run, account, gradients, scaling, parts)
 
     # --- the training loop's calls --------------------------------------------------

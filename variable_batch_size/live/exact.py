@@ -78,8 +78,7 @@ class ExactModel(RepeatableSums):
                     f"exact=: the parameter {name!r} is {parameter.dtype}, and exact "
                     "sums are of float32 and narrower floats"
                 )
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        if replica.has_streams and not is_deterministic:
+        if replica.has_streams and not torch.are_deterministic_algorithms_enabled():
             raise ValueError(
                 "exact= on a GPU needs torch.use_deterministic_algorithms(True) first"
             )
