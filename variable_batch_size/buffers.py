@@ -104,9 +104,7 @@ def average_buffers(
     replica.sync()
 
 
-def _weights(
-    num_samples: float, replica: Replica
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _weights(num_samples: float, replica: Replica) -> tuple[torch.Tensor, ...]:
     """Returns this replica's weight, whether it is the base, and the sum of weights.
 
     All have shape ``()`` and are on the device. The base is the first replica with a

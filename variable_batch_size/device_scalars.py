@@ -51,10 +51,13 @@ def dtype_for(parameters: Iterable[Tensor]) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def operand_for(tensor: Tensor, number: Tensor) -> Tensor:
-    """Returns ``number``, of shape ``(1,)``, as an operand that fits ``tensor``."""
-    # With a dimension it keeps its precision beside a narrower dtype.
-    return number if tensor.dim() else number.reshape(())
+def operand_for(tensor: Tensor, number: Any) -> Any:
+    """Returns a number, if it is of shape ``(1,)`` as an operand that fits ``tensor``.
+
+    With a dimension it keeps its precision beside a narrower dtype.
+    """
+    is_wide = isinstance(number, Tensor) and not tensor.dim()
+    return number.reshape(()) if is_wide else number
 
 
 def as_floats(values: tuple[Any, ...], replica: Replica) -> tuple[float, ...]:

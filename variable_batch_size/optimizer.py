@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from variable_batch_size.rules.rule import Rule, with_options
 from variable_batch_size.step import checks
 from variable_batch_size.step.attached import Unit, check_attach
 from variable_batch_size.step.course import Course, common_settings
-from variable_batch_size.step.gradients import Modules, Sums
+from variable_batch_size.step.gradients import Sums
 from variable_batch_size.step.parts import Ballots, Clipping, Weights
 from variable_batch_size.step.run import ElasticOptions, Run
 from variable_batch_size.step.scaling import Scaling
@@ -130,6 +129,9 @@ class ElasticOptimizer(OptimizerProxy):
             updates (100). A member that differs receives those of the others, once.
         replica: Default: the one the caller runs in.
 
+    Attributes:
+        updates: What makes the updates, for what saves a run or joins one.
+
     Raises:
         ValueError, TypeError: An argument is out of range or of the wrong type.
         ReplicaError: Replicas have other samplers, rules or models.
@@ -186,7 +188,7 @@ class ElasticOptimizer(OptimizerProxy):
         ride = getattr(sampler.order, "ride", None)
         if self.repeatable is not None and ride is not None:
             ride(self.repeatable)
-        self._updates = self._built()
+        self.updates = self._built()
         self._starts = WeakTensorKeyDictionary()
 
     def _built(self) -> Course:
@@ -195,9 +197,9 @@ class ElasticOptimizer(OptimizerProxy):
         account = run.sums.account(run.sampler, id(run.parameters()[0]))
         gradients, scaling = run.sums.gradients(run), Scaling(run)
         is_live, weights = run.replica.is_live, None
+        ballots, made = (LiveBallots, LiveUpdates) if is_live else (Ballots, Course)
         if run.replica.num_replicas > 1 or is_live:
-            kind = LiveBallots if is_live else Ballots
-            parts["ballots"] = kind(run, gradients, scaling, parts)
+            parts["ballots"] = ballots(run, gradients, scaling, parts)
         if self.repeatable is not None:
             parts["repeatable"] = self.repeatable
         if run.reduction == "sum":
@@ -206,7 +208,6 @@ class ElasticOptimizer(OptimizerProxy):
             run.noise.weights, parts["noise"] = weights, run.noise
         if run.max_grad_norm is not None:
             parts["clipping"] = Clipping(run, gradients, run.max_grad_norm)
-        made = LiveUpdates if is_live else Course
         return made(run, account, gradients, scaling, parts)
 
     # --- the training loop's calls --------------------------------------------------
@@ -251,8 +252,8 @@ class ElasticOptimizer(OptimizerProxy):
                 "step(weight=...) needs reduction='sum': build the optimizer with it, "
                 "and let the loss be the sum over tokens, not their mean"
             )
-        num_updates = self._updates.end_minibatch(weight)
-        if self._updates.account.idle:
+        num_updates = self.updates.end_minibatch(weight)
+        if self.updates.account.idle:
             num_updates += self._join_idle_steps()
         return num_updates
 
@@ -270,7 +271,7 @@ class ElasticOptimizer(OptimizerProxy):
                 "for wrappers with lockstep=True, in steps without a minibatch here"
             )
         self._opt_called = True  # torch's schedulers look before their step
-        return update_together(self._updates.account)
+        return update_together(self.updates.account)
 
     def set_epoch(self, epoch: int) -> int:
         """Begins an epoch; call it, like the sampler's, before iterating.
@@ -282,12 +283,12 @@ class ElasticOptimizer(OptimizerProxy):
         Raises:
             ReplicaError: The epoch under way has steps left, which other replicas take.
         """
-        self._updates.begin_epoch(epoch)
+        self.updates.begin_epoch(epoch)
         return self._join_idle_steps()
 
     def _join_idle_steps(self) -> int:
         """Joins the steps that come next without a minibatch, unless in lockstep."""
-        num_updates, account = 0, self._updates.account
+        num_updates, account = 0, self.updates.account
         num_optimizers = len(account.ledger.accounts)
         while account.idle and not self._run.lockstep:
             self._opt_called = True  # torch's schedulers look before their step
@@ -297,7 +298,7 @@ class ElasticOptimizer(OptimizerProxy):
                     f"{num_optimizers} optimizers with lockstep=True, call join_step()",
                     self.replica.rank,
                 )
-            num_updates += self._updates.update()
+            num_updates += self.updates.update()
         return num_updates
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -306,7 +307,7 @@ class ElasticOptimizer(OptimizerProxy):
         Raises ValueError between ``backward()`` and `step`, whose gradients count.
         """
         del set_to_none
-        self._updates.gradients.refuse_zeroing()
+        self.updates.gradients.refuse_zeroing()
 
     def attach(self, target: Any, unit: Unit = "updates", every: float = 1) -> None:
         """Runs ``target`` after every update on this replica, idle or not.
@@ -327,8 +328,8 @@ class ElasticOptimizer(OptimizerProxy):
             ReplicaError: This replica has joined updates of the epoch, and other
                 replicas have not made them yet: attach before `set_epoch`.
         """
-        check_attach(self._updates.account)
-        self._updates.attached.add(target, unit, every)
+        check_attach(self.updates.account)
+        self.updates.attached.add(target, unit, every)
 
     def change_batch_size(self, batch_size: int) -> int:
         """Changes the global batch size of all steps that nobody has begun. Collective.
@@ -347,7 +348,7 @@ class ElasticOptimizer(OptimizerProxy):
                 `Schedule.changed`.
             ReplicaError: Replicas have brought different sizes.
         """
-        sampler, account = self.sampler, self._updates.account
+        sampler, account = self.sampler, self.updates.account
         with account.ledger.paused() as dealt:
             # The step after this one is looked at: it begins an epoch, or does not.
             latest = max(dealt, account.global_step)
@@ -379,14 +380,14 @@ class ElasticOptimizer(OptimizerProxy):
             ReplicaError: Replicas have used different hyperparameters; on an
                 accelerator this is where it is found.
         """
-        if self._updates.ballots is not None:
-            self._updates.ballots.check()
+        if self.updates.ballots is not None:
+            self.updates.ballots.check()
         if self._run.sums.keeps_buffers:
             return
-        num_seen = self._updates.num_seen
+        num_seen = self.updates.num_seen
         buffers.guess(model, num_seen, self._starts)
         buffers.average_buffers(model, num_seen, self.replica, self._starts)
-        self._updates.num_seen = 0
+        self.updates.num_seen = 0
 
     def follow_buffers(self, model: nn.Module) -> None:
         """Tells that the model's integer buffers are equal on all replicas now.
@@ -398,7 +399,7 @@ class ElasticOptimizer(OptimizerProxy):
         """
         checks.warn_of_lost_ties(model, self.replica)
         is_needed = not self._run.sums.keeps_buffers and self.replica.num_replicas > 1
-        if is_needed and self._updates.num_seen == 0:
+        if is_needed and self.updates.num_seen == 0:
             self.replica.sync()
             buffers.follow(model, self._starts)
             self.replica.sync()
@@ -416,29 +417,15 @@ class ElasticOptimizer(OptimizerProxy):
                 "add_param_group: these parameters are sharded, and those that the "
                 "wrapper was built with are not: build it with a sharded one, too"
             )
-        super().add_param_group(param_group)
-        self._updates.gradients.add(self.param_groups[-1]["params"])
-
-    def enter(self, settings: State, modules: Modules, *others: Any) -> None:
-        """Begins a run or joins a live one; `Checkpointer.load` calls it.
-
-        Args:
-            settings: What members must have in common beside the wrapper's own.
-            modules: Those that are trained, whose buffers count.
-            *others: Those of `LiveUpdates.enter`.
-        """
-        self._updates.enter(settings, modules, *others)
-
-    def between(self, function: Callable[[], Any]) -> Any:
-        """Runs a collective function between two updates, for `Checkpointer`."""
-        return self._updates.between(function)
+        self.inner.add_param_group(param_group)
+        self.updates.gradients.add(self.param_groups[-1]["params"])
 
     # --- what can be asked ----------------------------------------------------------
 
     @property
     def epoch(self) -> int:
         """The epoch under way."""
-        return self._updates.account.epoch
+        return self.updates.account.epoch
 
     @property
     def place(self) -> Place:
@@ -447,13 +434,13 @@ class ElasticOptimizer(OptimizerProxy):
         Steps are numbered within their epoch. After the last one the step is their
         number, `EpochPlan.num_steps`.
         """
-        account = self._updates.account
+        account = self.updates.account
         return Place(account.epoch, account.number, account.substep)
 
     @property
     def is_idle(self) -> bool:
         """Whether this replica has no minibatch in the step under way."""
-        return self._updates.account.idle
+        return self.updates.account.idle
 
     @property
     def is_padding(self) -> bool:
@@ -463,7 +450,7 @@ class ElasticOptimizer(OptimizerProxy):
         minibatch left in a step runs one that another replica runs too. Its gradient
         and its weight are zero. Leave it out of metrics.
         """
-        return self._updates.account.is_padding
+        return self.updates.account.is_padding
 
     @property
     def sample_weights(self) -> torch.Tensor:
@@ -473,9 +460,9 @@ class ElasticOptimizer(OptimizerProxy):
         ``(losses * optimizer.sample_weights).sum()``, and `step` knows how many samples
         count. It is data on the device, not read and not compiled anew.
         """
-        account = self._updates.check_minibatch()
-        assert self._updates.weights is not None
-        return self._updates.weights.of_samples(account.num_real_samples)
+        account = self.updates.check_minibatch()
+        assert self.updates.weights is not None
+        return self.updates.weights.of_samples(account.num_real_samples)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -483,11 +470,11 @@ class ElasticOptimizer(OptimizerProxy):
 
         A tensor of shape ``()``; None before the first update.
         """
-        return getattr(self._updates.parts.get("clipping"), "norm", None)
+        return getattr(self.updates.parts.get("clipping"), "norm", None)
 
     def get_bs(self) -> int:
         """Returns the global batch size of the step under way; 0 after the last."""
-        now = self._updates.account.now
+        now = self.updates.account.now
         return now.batch_size if now else 0
 
     def asked_to_stop(self, look: bool = False, every_seconds: float = 2.0) -> bool:
@@ -497,7 +484,7 @@ class ElasticOptimizer(OptimizerProxy):
         `Checkpointer` does. They agree without a collective or, unless ``look`` or
         once in so many seconds, a transfer of their own; see `Ballots.stop_agreed`.
         """
-        ballots = self._updates.ballots
+        ballots = self.updates.ballots
         if ballots is None:
             return xla_replica.stop_requested() is not None
         return ballots.stop_agreed(look, every_seconds)
@@ -521,7 +508,7 @@ class ElasticOptimizer(OptimizerProxy):
         loaded. It loads into a plain torch optimizer too, and does not depend on the
         number of replicas. Reads the device if noise is measured.
         """
-        return {**super().state_dict(), "elastic": self._updates.state_dict()}
+        return {**self.inner.state_dict(), "elastic": self.updates.state_dict()}
 
     def load_state_dict(
         self, state_dict: State, *, place: bool = True, allow_changes: bool = False
@@ -547,9 +534,10 @@ class ElasticOptimizer(OptimizerProxy):
         elastic = dict(state_dict.get("elastic", {}))
         if not place:
             elastic.pop("sampler", None)
-        self._updates.check_state(elastic, allow_changes)
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "elastic"})
-        self._updates.load_state_dict(elastic, allow_changes)
+        self.updates.check_state(elastic, allow_changes)
+        own = {name: value for name, value in state_dict.items() if name != "elastic"}
+        self.inner.load_state_dict(own)
+        self.updates.load_state_dict(elastic, allow_changes)
 
     # --- how ------------------------------------------------------------------------
 
@@ -557,8 +545,8 @@ class ElasticOptimizer(OptimizerProxy):
         """Returns the learning rates of the step under way, or of the last update."""
         lrs, batch_size = self.get_lr(), self.get_bs()
         is_late = self.ref_weight is not None and not self.rule.measured
-        if self._updates.account.ended or is_late:
-            made = self._updates.made
+        if self.updates.account.ended or is_late:
+            made = self.updates.made
             return as_floats(made.lr if made else lrs, self.replica)
         if self.rule.measured and self.noise is not None:
             inputs = self.noise.lr_factors(batch_size)

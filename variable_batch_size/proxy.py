@@ -1,4 +1,4 @@
-"""An optimizer that shares everything but `step` with the one it wraps."""
+"""An optimizer that shares groups, state and hooks with the one it wraps."""
 
 from __future__ import annotations
 
@@ -51,10 +51,6 @@ class OptimizerProxy(Optimizer):
         # Torch's constructor is not called: all that it makes is the inner one's.
         self.inner = inner
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the inner optimizer."""
-        self.inner.add_param_group(param_group)
-
     def get_lr(self) -> tuple[float, ...]:
         """Returns the reference learning rate of each parameter group."""
         return tuple(float(group["lr"]) for group in self.param_groups)
@@ -66,14 +62,6 @@ class OptimizerProxy(Optimizer):
         """
         for group, value in [*zip(self.param_groups, values, strict=True)]:
             group["lr"] = check_number("set_lr: the learning rate", value, least=0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the inner optimizer's state, with reference learning rates."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the inner optimizer's state."""
-        self.inner.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

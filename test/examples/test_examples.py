@@ -203,7 +203,7 @@ def test_a_run_of_all_orders_in_parts_is_one_run(tmp_path, capsys):
     run_here("images", *arguments)
     both = map(history, (tmp_path / "whole", tmp_path / "parts"))
     pd.testing.assert_frame_equal(*both, rtol=1e-6)
-    assert not list((tmp_path / "saved").glob("*.unfinished"))
+    assert not list((tmp_path / "saved").glob("*.tmp"))
 
 
 @contextlib.contextmanager

@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 20_515
-TEST_LINES = 33_295
+CODE = 20_448
+TEST_LINES = 33_300
 
 
 def test_lines_are_counted():

@@ -262,7 +262,7 @@ def misuses(rank: int) -> bool:
         begun(1).optimizer.step()
     training = begun(1)
     # Between minibatches a replica holds its part of the gradients alone.
-    places = training.optimizer._updates.gradients.sums._places
+    places = training.optimizer.updates.gradients.sums._places
     assert all(place.whole.grad is None for place in places if place.whole is not None)
     training.model.zero_grad()
     with refused("gradients were overwritten"):

@@ -331,7 +331,7 @@ def test_epochs_that_other_members_have_trained_are_passed_over(step, num_idle):
         if epoch.number == 0:
             sampler.ledger.move(0, 1, Cursor(2 - bool(num_idle), step))
             for _ in range(num_idle):
-                optimizer._updates.account.commit()
+                optimizer.updates.account.commit()
         with mock.patch.object(optimizer, "step", wraps=optimizer.step) as step_of:
             train(model, optimizer, epoch)
         seen.append(step_of.call_count)

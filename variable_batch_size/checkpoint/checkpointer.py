@@ -19,13 +19,7 @@ from variable_batch_size.checkpoint.save_and_stop import SaveTimes
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import AttachedScheduler, Update
-from xla_replica.common.arguments import (
-    check_choice,
-    check_flag,
-    check_integer,
-    check_number,
-    check_type,
-)
+from xla_replica.common.arguments import check_choice, check_flag, check_type
 from xla_replica.common.differences import check_same
 from xla_replica.common.trees import map_tensors
 from xla_replica.stopping import end_run
@@ -99,12 +93,10 @@ class Checkpointer:
         _check_parts(optimizer, parts)
         if "://" in str(folder):
             raise ValueError(f"folder={str(folder)!r} is not a path: mount the bucket")
-        self._keep = check_integer("keep", keep, least=1)
         self._best = check_choice(
             "best", best, ("max", "min", None), "a part by another name"
         )
-        check_number("look_every_seconds", look_every_seconds, above=0)
-        self.folder, self._look_every = Path(folder), look_every_seconds
+        self.folder = Path(folder)
         self.replica = optimizer.replica
         self.best_metric: float | None = None
         self.updates_of = self._optimizer = optimizer
@@ -113,7 +105,8 @@ class Checkpointer:
         self._logs = [part for part in parts.values() if isinstance(part, RunLog)]
         self._modules = _modules(parts)
         optimizer.follow_buffers(self._modules)
-        self._times = SaveTimes(self.replica, every_updates, every_minutes)
+        times = every_updates, every_minutes, keep, look_every_seconds
+        self._times = SaveTimes(self.replica, *times)
         self.has_loaded = False
         self.num_epochs: int | None = None
         self._loaded: Path | None = None  # by the last `load`
@@ -143,7 +136,7 @@ class Checkpointer:
         is_due = self._times.due(self.num_updates)
         # After what may find that another member is lost, so that it can run again.
         self._begun = None
-        if self._optimizer.asked_to_stop(is_due, self._look_every):
+        if self._optimizer.asked_to_stop(is_due, self._times.look_every_seconds):
             self._stop()
         if is_due:
             self._save()
@@ -217,7 +210,7 @@ class Checkpointer:
             if is_better and math.isfinite(metric):
                 self.best_metric, is_best = float(metric), True
         save = partial(self._save, is_best, True)
-        path: Path | None = self._optimizer.between(save)
+        path: Path | None = self._optimizer.updates.between(save)
         return path
 
     def _save(self, is_best: bool = False, between_epochs: bool = False) -> Path | None:
@@ -241,10 +234,9 @@ class Checkpointer:
             if replica.is_primary:
                 whole = replica.to_host(state) | {"digests": digests}
                 path = self._write(number, whole, is_best)
-        except xla_replica.MemberLost:  # the others have moved on
-            raise
         except Exception as error:
-            if replica.is_live:  # another one writes
+            # Another one writes; if one is lost, the others have moved on.
+            if replica.is_live and not isinstance(error, xla_replica.MemberLost):
                 replica.leave((), f"has not saved update {number}: {error}")
             raise
         if replica.is_live:  # if who writes dies, another one does
@@ -265,7 +257,7 @@ class Checkpointer:
         except FileNotFoundError:  # others have tidied up what it was writing
             self._claim(number)
             raise
-        files.tidy(self.folder, self._keep)
+        files.tidy(self.folder, self._times.keep)
         return path
 
     def _claim(self, number: int) -> None:
@@ -330,7 +322,7 @@ class Checkpointer:
         own = {**self._form, "settings": self._settings, "num_epochs": self.num_epochs}
         own["times to save"] = self._times.every_updates, self._times.every_minutes
         modules = {n: p for n, p in self._parts.items() if isinstance(p, nn.Module)}
-        self._optimizer.enter(own, modules, begin, self)
+        self._optimizer.updates.enter(own, modules, begin, self)
         return self._loaded
 
     def _resume(self, allow_changes: bool, best: bool) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import pickle
 import re
-import secrets
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -24,14 +23,13 @@ import torch
 
 from variable_batch_size.checkpoint import shards
 from xla_replica.common.differences import check_same
-from xla_replica.common.files import sha256, write_whole
+from xla_replica.common.files import UNFINISHED, sha256, unfinished_name, write_whole
 from xla_replica.common.trees import without_numpy
 
 logger = logging.getLogger(__name__)
 
 _DIGITS = 32  # of the SHA-256 in a name
 _NAME = re.compile(rf"(?:update|best)-(\d{{8,}})-([0-9a-f]{{{_DIGITS}}})\.pt")
-_UNFINISHED = ".unfinished"
 
 
 class CheckpointError(RuntimeError):
@@ -52,7 +50,7 @@ def write_checkpoint(path: str | Path, state: Mapping[str, Any]) -> None:
             to resume it.
     """
     path = Path(path)
-    write_whole(path.with_suffix(_UNFINISHED), partial(_save, state), path)
+    write_whole(path.with_suffix(UNFINISHED), partial(_save, state), path)
 
 
 def read_checkpoint(
@@ -132,22 +130,16 @@ class SavedFile(NamedTuple):
     path: Path
     digest: str
 
-    def read(self) -> Any:
-        """Returns the state in the file, see `load`, without its sharded tensors.
-
-        Raises CheckpointError if the file or one of its shards is damaged. Other
-        errors, such as that of a server that does not answer, are not damage.
-        """
-        _check_digest(self.path, self.digest)
-        state = load(self.path, mapped=True)
-        for name, digest in state.get("digests", {}).items():
-            _check_digest(self.path.parent / state["shards"] / name, digest)
-        return state
-
     def is_whole(self) -> bool:
-        """Returns whether it can be used; a warning says why it cannot."""
+        """Returns whether it and its shards can be used; a warning says why not.
+
+        Other errors, such as that of a server that does not answer, are not damage.
+        """
         try:
-            self.read()
+            _check_digest(self.path, self.digest)
+            state = load(self.path, mapped=True)
+            for name, digest in state.get("digests", {}).items():
+                _check_digest(self.path.parent / state["shards"] / name, digest)
         except CheckpointError as error:
             logger.warning(f"{self.path.name} is damaged, and not used: {error}")
             return False
@@ -214,8 +206,7 @@ def write(folder: Path, num_updates: int, state: Any, is_best: bool = False) -> 
     Raises OSError, with the path, if it cannot be written.
     """
     # A run may outlive its successor, so that two write at once.
-    token = secrets.token_hex(4)
-    unfinished = folder / f"update-{num_updates:08d}-{token}{_UNFINISHED}"
+    unfinished = unfinished_name(folder / f"update-{num_updates:08d}-")
 
     def content(file: BinaryIO) -> Path:
         _save(state, file)
@@ -237,7 +228,7 @@ def tidy(folder: Path, keep: int) -> None:
             file.path.unlink(missing_ok=True)
     numbers = {file.num_updates for file in kept}
     parts = folder.glob(f"update-*{shards.SUFFIX}")
-    for path in [*folder.glob(f"update-*{_UNFINISHED}"), *parts]:
+    for path in [*folder.glob(f"update-*{UNFINISHED}"), *parts]:
         number = int(path.name.split("-")[1])
         if number < max(numbers) and number not in numbers:
             if path.is_dir():

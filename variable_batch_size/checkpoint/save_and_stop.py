@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class SaveTimes:
-    """Says after which updates to save; see `Checkpointer` for the arguments.
+    """Says when to save, and what to keep; see `Checkpointer` for the arguments.
 
     Minutes are those of replica 0's clock, which tells the others at updates that are
     an eighth further from the last save each time: between these nothing is sent or
@@ -26,6 +26,8 @@ class SaveTimes:
     replica: Replica
     every_updates: int | None = checked(None, least=1)
     every_minutes: float | None = checked(None, above=0)
+    keep: int = checked(3, least=1)
+    look_every_seconds: float = checked(2.0, above=0)
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:

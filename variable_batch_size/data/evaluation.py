@@ -38,16 +38,14 @@ class EvaluationSampler(Sampler[list[int]]):
     def __init__(
         self, dataset: Sized, batch_size: int, *, replica: Replica | None = None
     ) -> None:
-        self.num_samples = len(dataset)
         self.batch_size = check_integer("batch_size", batch_size, least=1)
-        replica = given_or_current(replica)
-        first, every = replica.rank * batch_size, replica.num_replicas * batch_size
-        self._starts = range(first, self.num_samples, every)
+        samples, replica = range(len(dataset)), given_or_current(replica)
+        starts = samples[replica.rank * batch_size :: replica.num_replicas * batch_size]
+        self._batches = [samples[start : start + batch_size] for start in starts]
 
     def __len__(self) -> int:
         """Returns how many batches this replica has."""
-        return len(self._starts)
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for start in self._starts:
-            yield list(range(start, min(start + self.batch_size, self.num_samples)))
+        return map(list, self._batches)

@@ -11,10 +11,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 from variable_batch_size.data.plans import Plans
 from variable_batch_size.data.schedule import Cursor, Place, Schedule
@@ -40,7 +38,10 @@ class Ledger(Plans):
     def __init__(self, schedule: Schedule, rank: int, num_replicas: int) -> None:
         super().__init__(schedule, rank, num_replicas)
         self.deal = 0
-        self.__setstate__({})
+        self._lock = threading.RLock()  # loaders ask in threads of their own
+        self._loop: Loop | None = None  # the newest
+        self._will_be_followed = False
+        self._fetched: deque[tuple[int, Place]] = deque()
 
     # --- dealing --------------------------------------------------------------------
 
@@ -172,17 +173,3 @@ class Ledger(Plans):
             self.redeal(cursor)
             for account in self.accounts.values():
                 account.announced = account.has_run = False
-
-    # --- a copy in another process --------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what belongs to this process: loops, and who trains."""
-        return vars(self) | {"_lock": None, "accounts": None, "_loop": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._lock = threading.RLock()  # loaders ask in threads of their own
-        self.accounts = weakref.WeakValueDictionary()
-        self._loop: Loop | None = None  # the newest
-        self._will_be_followed = False
-        self._fetched: deque[tuple[int, Place]] = deque()

@@ -24,11 +24,10 @@ class Plans:
             meanwhile are then passed over.
     """
 
-    accounts: weakref.WeakValueDictionary[int, Any]
-
     def __init__(self, schedule: Schedule, rank: int, num_replicas: int) -> None:
         self.schedule, self.rank, self.num_replicas = schedule, rank, num_replicas
         self.padded = self.is_placed = self.has_moved = False
+        self.accounts = weakref.WeakValueDictionary[int, Any]()
         self.epoch = 0
         self.start: Cursor | None = None
         self._plans: dict[int, EpochPlan] = {}

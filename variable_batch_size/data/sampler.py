@@ -327,9 +327,6 @@ class CustomSampler(Sampler[list[int]]):
         self._order_digests = {plan.epoch: digest}
         return samples_at
 
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_newest": None}
-
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """Returns the epoch's permutation: ``(num_samples,)`` integers."""
         num_samples = self.schedule.num_samples

@@ -157,11 +157,9 @@ class EpochPlan:
 
     def num_remaining(self, rank: int) -> int:
         """Returns how many minibatches replica ``rank`` runs from `start_step` on."""
-        first = self.start_step
-        substeps = self._substeps(self.head, rank)
+        first, substeps = self.start_step, self._substeps(self.head, rank)
         num_held = min(self.num_held, self.num_steps - first)
-        held = num_held * int(substeps[-1]) if num_held else 0
-        return int(substeps[first:].sum()) + held
+        return int(substeps[first:].sum() + substeps[-1:].sum() * num_held)
 
     def _substeps(self, batch_sizes: np.ndarray, rank: int) -> np.ndarray:
         """Returns the minibatches of replica ``rank`` in steps of these sizes."""

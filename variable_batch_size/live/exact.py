@@ -17,7 +17,6 @@ from torch import nn
 from variable_batch_size.data.schedule import Schedule, Step
 from variable_batch_size.live.repeatable import RepeatableSums, environment
 from variable_batch_size.step.gradients import StepGradients
-from variable_batch_size.step.run import Run
 from variable_batch_size.step.update import RunAgain
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.exact_sum import ExactSum, ShardedExactSum
@@ -28,6 +27,26 @@ from xla_replica.device.row_units import MOST_MINIBATCHES, MOST_NARROW, RowUnits
 
 # What chooses a CPU's kernels, beside what torch tells.
 _KERNELS = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"
+
+
+class ExactGradients(StepGradients):
+    """Adds every minibatch's gradients as integers; ``.grad`` is that of one alone."""
+
+    is_aged = True
+
+    def make_sum(self) -> GradientSum:
+        run, exact, floats = self._run, self._run.sums, super().make_sum()
+        self._adds_up_widely = False
+        if isinstance(floats, ShardedSum):
+            exact.sums = ShardedExactSum(floats, exact.units, exact.names)
+        else:
+            exact.sums = ExactSum(floats, exact.units, exact.names, run.overlap)
+        return exact.sums
+
+    @torch.no_grad()
+    def accept(self, num_accumulated: int) -> None:
+        self.sums.end_minibatch()
+        self._run.sums.units.end_minibatch()
 
 
 class ExactModel(RepeatableSums):
@@ -44,6 +63,7 @@ class ExactModel(RepeatableSums):
         TypeError, ValueError: The model, or this process, cannot have such bits.
     """
 
+    gradients = ExactGradients
     is_exact = True
 
     def __init__(self, model: nn.Module, replica: Replica) -> None:
@@ -58,8 +78,7 @@ class ExactModel(RepeatableSums):
                     f"exact=: the parameter {name!r} is {parameter.dtype}, and exact "
                     "sums are of float32 and narrower floats"
                 )
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        if replica.has_streams and not is_deterministic:
+        if replica.has_streams and not torch.are_deterministic_algorithms_enabled():
             raise ValueError(
                 "exact= on a GPU needs torch.use_deterministic_algorithms(True) first"
             )
@@ -136,29 +155,6 @@ class ExactModel(RepeatableSums):
         super().clear()
         self.units.drop_step()
 
-    def gradients(self, run: Run) -> StepGradients:
-        return ExactGradients(run)
-
     def environment(self) -> dict[str, Any]:
         kernels = {name: os.environ.get(name) for name in _KERNELS}
         return {**environment(self._replica), **kernels}
-
-
-class ExactGradients(StepGradients):
-    """Adds every minibatch's gradients as integers; ``.grad`` is that of one alone."""
-
-    is_aged = True
-
-    def make_sum(self) -> GradientSum:
-        run, exact, floats = self._run, self._run.sums, super().make_sum()
-        self._adds_up_widely = False
-        if isinstance(floats, ShardedSum):
-            exact.sums = ShardedExactSum(floats, exact.units, exact.names)
-        else:
-            exact.sums = ExactSum(floats, exact.units, exact.names, run.overlap)
-        return exact.sums
-
-    @torch.no_grad()
-    def accept(self, num_accumulated: int) -> None:
-        self.sums.end_minibatch()
-        self._run.sums.units.end_minibatch()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import hashlib
 import logging
 import pickle
@@ -151,8 +150,7 @@ class LiveUpdates(Course):
             {name: repr(value) for name, value in settings.items()},
             lambda: saver.newest() > self.account.global_step,
         )
-        self._meet()
-        self.attached.has_entered = True
+        super().enter(settings, modules, self._meet, saver)
 
     # --- verbs of an update ---------------------------------------------------------
 
@@ -259,13 +257,15 @@ class LiveUpdates(Course):
             is_between |= self._update is not None
             generation = replica.change(self._mark(), is_between)
             marks = [tuple(offer.mark) for offer in generation.offers]
+            furthest = max(marks)  # of nobody with a state it is empty
+            behind = [n for n, mark in enumerate(marks) if not mark or mark != furthest]
             self._check_progress(generation)
             try:
-                self._equalise(marks)
+                self._synchronise(marks.index(furthest), behind)
             except MemberLost as error:
                 self._note(error)
-                continue
-            break
+            else:
+                break
         if replica.is_primary:
             text = (
                 f"generation {generation.number}: {replica.num_replicas} members train "
@@ -301,24 +301,15 @@ class LiveUpdates(Course):
                 f"a collective fails every time, the last one by: {self._problem}"
             )
 
-    def _equalise(self, marks: list[tuple[int, ...]]) -> None:
-        """Gives every member the state of one that is furthest; deals anew."""
-        run, replica = self.run, self.run.replica
-        furthest = max(marks)
-        source = marks.index(furthest)  # nobody has a state if its mark is empty
-        is_source = replica.member == source and replica.brings
-        # The place before anything is loaded, which this member had dealt to another.
-        ledger = run.sampler.ledger
-        ledger.rank, ledger.num_replicas = replica.rank, replica.num_replicas
-        if is_source and not furthest:  # all are new, or others have ended the run
-            self._take(self._begin, {})
-        behind = [n for n, mark in enumerate(marks) if not mark or mark != furthest]
-        self._synchronise(source, behind)
-
     def _synchronise(self, source: int, receivers: list[int]) -> None:
         """Gives receivers the state of one member, and begins the step anew on all."""
-        run, replica = self.run, self.run.replica
+        run, replica, account = self.run, self.run.replica, self.account
         is_source = replica.member == source and replica.brings
+        # The place before anything is loaded, which this member had dealt to another.
+        ledger = account.ledger
+        ledger.rank, ledger.num_replicas = replica.rank, replica.num_replicas
+        if is_source and not self._has_state:  # all are new, or others ended the run
+            self._take(self._begin, {})
         receives = replica.member in receivers and not is_source
         brings = receivers and replica.brings and not receives
         common = run.sums.state_dict(), self.gradients.sums.order()
@@ -333,8 +324,7 @@ class LiveUpdates(Course):
         # Begins the step under way, as the member that has brought these sums it.
         sums, order = common
         self.gradients.sums.follow(order)
-        account = self.account
-        account.ledger.move(replica.rank, replica.num_replicas, account.cursor)
+        ledger.move(replica.rank, replica.num_replicas, account.cursor)
         self.restart()
         replica.sync()  # compiled now, it is what follows a loss, too
         run.sums.meet(sums)
@@ -385,10 +375,9 @@ class LiveUpdates(Course):
         if account.number == 0:
             place["order"] = None
         run["optimizer"]["elastic"]["sampler"] |= place
-        update = self._update and dataclasses.asdict(self._update)
-        update = without_numpy(map_tensors(update, torch.Tensor.item))
+        update = without_numpy(map_tensors(self._update or (), torch.Tensor.item))
         done, votes = self.attached.num_done, self.ballots.votes
-        state = {"run": run, "update": update, "num_done": done, "votes": votes}
+        state = {"run": run, "update": (*update,), "num_done": done, "votes": votes}
         replica = self.run.replica
         # Nothing changes while it is sent, so that what is there needs no copy.
         return state if replica.is_host else replica.to_host(state)
@@ -405,7 +394,7 @@ class LiveUpdates(Course):
         # Of the update whose functions run.
         self.attached.num_done = brought.get("num_done", 0)
         self.ballots.votes, update = brought.get("votes"), brought.get("update")
-        self._update = Update(**update) if update else None
+        self._update = Update(*update) if update else None
 
 
 # --- what members must have in common beside the settings of their optimizer ----------

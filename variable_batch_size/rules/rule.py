@@ -13,13 +13,7 @@ from typing import Any, NamedTuple
 
 from variable_batch_size.rules import adam
 from variable_batch_size.rules.adam import AdamState
-from xla_replica.common.arguments import (
-    check_choice,
-    check_flag,
-    check_number,
-    check_type,
-    is_number,
-)
+from xla_replica.common.arguments import check_choice, check_flag, check_type, is_number
 
 Factor = Callable[[float], float]
 
@@ -139,11 +133,7 @@ def power(alpha: float) -> Rule:
 
     Args:
         alpha: The exponent, a finite number; 0.5 is the rule ``'root'``.
-
-    Raises:
-        ValueError: ``alpha`` is not finite.
     """
-    check_number("alpha", alpha)
     return Rule(f"power:{alpha:g}", lambda batch_ratio: batch_ratio**alpha)
 
 

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from variable_batch_size.data.account import Account
 from variable_batch_size.device_scalars import as_floats
@@ -21,8 +21,7 @@ from xla_replica.common.differences import check_same
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """One update of the weights, as attached callbacks see it.
 
     Attributes:
@@ -159,10 +158,7 @@ class Attached:
         """
         found: dict[str, Any] = {}
         schedulers = [each.scheduler for each in self._schedulers()]
-        groups = [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self._run.inner.param_groups
-        ]
+        groups = [{**group, "params": []} for group in self._run.inner.param_groups]
         with contextlib.suppress(Exception):  # the user's, or a schedule's end
             step = schedulers[0].optimizer.step  # torch looks whether it is its own
             owner = SimpleNamespace(param_groups=groups, step=step, _opt_called=True)

@@ -49,7 +49,6 @@ class Course(Updates):
         if is_lost:
             self.clear()
         self.gradients.refresh()
-        self.scaling.note_given(self.account)
         self.begin_minibatch()
 
     # --- what a wrapper saves, for any number of replicas ----------------------------
@@ -119,7 +118,6 @@ class Course(Updates):
         self.num_seen = 0
         self.clear()
         self.begin_minibatch()
-        self.scaling.note_given(self.account)
 
 
 def lasting(run: Run) -> dict[str, Any]:

@@ -55,7 +55,6 @@ class StepGradients:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._is_lazy = run.replica.is_lazy
-        self._known: set[nn.Parameter] = set()
         # All parameters when gradients were last allocated, and which required them.
         self._allocated_for: list[tuple[nn.Parameter, bool]] = []
         self._records: dict[nn.Parameter, GradientRecord] = {}
@@ -82,7 +81,6 @@ class StepGradients:
             parameter.grad = None  # of a backward pass before this optimizer's time
         replica.sync()  # keeps what replicas have pending out of the collective
         replica.broadcast_([parameter.detach() for parameter in parameters])
-        self._known.update(parameters)
         self._allocate(after_backward=False)
 
     def refresh(self, after_backward: bool = False) -> None:
@@ -96,7 +94,7 @@ class StepGradients:
         """
         if self._is_unchanged():
             return
-        if not self._known.issuperset(self._run.parameters()):
+        if not {p for p, _ in self._allocated_for}.issuperset(self._run.parameters()):
             raise ValueError(
                 "a parameter group must be added through the wrapper's add_param_group"
             )
@@ -119,9 +117,8 @@ class StepGradients:
         """Raises ValueError if other parameters are trained than in the step so far."""
         if not self._is_unchanged():
             raise ValueError(
-                "requires_grad of a parameter changed within a step: change it in an "
-                "attached function or between epochs; for another optimizer's "
-                "backward() alone, set it back before its step()"
+                "requires_grad changed within a step: change it in an attached "
+                "function or between epochs, or set it back before step()"
             )
 
     def _allocate(self, after_backward: bool) -> None:
@@ -166,12 +163,10 @@ class StepGradients:
                 record = self._records[parameter] = GradientRecord()
                 record.start(gradient, is_none=parameter.grad is None)
                 record.accumulated = parameter in new
-                self._nodes[parameter] = (
-                    accumulation_hook(parameter, record.before_accumulation),
-                    parameter.register_post_accumulate_grad_hook(
-                        AccumulationNote(record.after_accumulation)
-                    ),
-                )
+                node = accumulation_hook(parameter, record.before_accumulation)
+                note = AccumulationNote(record.after_accumulation)
+                handle = parameter.register_post_accumulate_grad_hook(note)
+                self._nodes[parameter] = node, handle
             elif parameter.grad is gradient:  # not thrown away, perhaps moved
                 record.look(gradient)
 
@@ -184,14 +179,9 @@ class StepGradients:
         self._is_last = step is not None and substep == step.num_substeps - 1
         if self._wide and self._is_last and substep and not self._is_lazy:
             self.narrow()  # the last pass adds its own, and may begin the sum
-        has_divisor = run.reduction == "mean"
-        now = Pass(
-            is_first=substep == 0,
-            is_last=self._is_last,
-            divisor=num_minibatches if has_divisor else None,
-            counts=not (account.plan.padded and account.is_padding),
-        )
-        self.sums.prepare_backward(now)
+        divisor = num_minibatches if run.reduction == "mean" else None
+        counts = not (account.plan.padded and account.is_padding)
+        self.sums.prepare_backward(Pass(substep == 0, self._is_last, divisor, counts))
         self.start_records()
 
     def start_records(self) -> None:
@@ -382,16 +372,14 @@ class GradientRecord:
         every parameter.
         """
         gradient = self._gradient
-        if not gradient.is_cpu or gradient.is_sparse:
-            return None
-        address = gradient.data_ptr()
-        if not address:  # its memory was given back
+        is_read = gradient.is_cpu and not gradient.is_sparse
+        address = gradient.data_ptr() if is_read else 0
+        if not address:  # or its memory was given back
             return None
         if address != self._address:
-            few = gradient.detach()
+            few = torch.atleast_1d(gradient.detach())
             few = torch.view_as_real(few) if few.is_complex() else few
-            few = few[tuple(length // 2 for length in few.shape[:-1])]
-            few = few[:_NUM_COMPARED] if few.dim() else few.reshape(1)
+            few = few[tuple(length // 2 for length in few.shape[:-1])][:_NUM_COMPARED]
             self._view = few.view(_INTEGERS[few.element_size()]).numpy()
             self._address = address
         return self._view.tobytes()
@@ -405,11 +393,13 @@ class Sums:
     `variable_batch_size.live.repeatable.RepeatableSums` is for members of live runs.
 
     Attributes:
+        gradients: What accumulates the gradients of a step, given a `Run`.
         is_exact: Whether sums have the same bits in any order.
         keeps_buffers: Whether a step may be run again by others, so that buffers are
             equal on all replicas after every update.
     """
 
+    gradients: type[StepGradients] = StepGradients
     is_exact = keeps_buffers = False
 
     def check(self, parameters: list[nn.Parameter], schedule: Schedule) -> None:
@@ -422,10 +412,6 @@ class Sums:
     def account(self, sampler: CustomSampler, key: int) -> Account:
         """Returns the account of an optimizer with these sums."""
         return Account(sampler.ledger, key)
-
-    def gradients(self, run: Run) -> StepGradients:
-        """Returns what accumulates the gradients of a step."""
-        return StepGradients(run)
 
     def state_dict(self) -> dict[str, int] | None:
         """Returns what sums go on from after a step; None: they begin from nothing."""

@@ -36,6 +36,7 @@ from xla_replica.backends.small_sum import SmallSum
 from xla_replica.common.arguments import check_number
 from xla_replica.device.gradients import weak_hook
 
+Parts = Mapping[str, Part]
 # float32 holds integers below this exactly, in whatever order they are summed.
 _EXACT = 2**24
 _SETTINGS = (
@@ -58,19 +59,14 @@ class Ballots(Part):
     """
 
     def __init__(
-        self,
-        run: Run,
-        gradients: StepGradients,
-        scaling: Scaling,
-        parts: Mapping[str, Part],
+        self, run: Run, gradients: StepGradients, scaling: Scaling, parts: Parts
     ) -> None:
         self._run, self._replica = run, run.replica
         self._gradients, self._scaling, self._parts = gradients, scaling, parts
-        replica = run.replica
-        if not (replica.is_lazy or run.sharded):
+        if not (run.replica.is_lazy or run.sharded):
             gradients.on_change = weak_hook(self._agree_on_trained)
         # Of hyperparameters and of orders, added up over updates.
-        self._differences = torch.zeros(2, device=replica.device)
+        self._differences = torch.zeros(2, device=run.replica.device)
         self._sums = self._own = torch.zeros(0)
         self._asked = False
         self.votes: Any = None  # summed; a list once they are read
@@ -190,9 +186,7 @@ class Weights(Part):
     ratio: Any = None
 
     def __init__(self, run: Run, gradients: StepGradients) -> None:
-        self._replica, self._gradients = run.replica, gradients
-        self._scalars, self._ref_weight = run.scalars, run.ref_weight
-        self._pads = run.sampler.schedule.pad_minibatches
+        self._run, self._replica, self._gradients = run, run.replica, gradients
         size = run.sampler.minibatch_size
         self._places = self._replica.send(torch.arange(size, dtype=torch.float32))
         self._was_read = False  # `of_samples`, in this minibatch
@@ -211,7 +205,7 @@ class Weights(Part):
             TypeError, ValueError: It is missing; or is negative, infinite or NaN, as
                 far as that can be seen without a read.
         """
-        if self._pads:
+        if self._run.sampler.schedule.pad_minibatches:
             num_real = account.num_real_samples
             self._check_samples_read(num_real)
             weight = num_real if weight is None else weight
@@ -232,7 +226,7 @@ class Weights(Part):
     def of_samples(self, num_real: int) -> torch.Tensor:
         """Returns ``(minibatch_size,)``: 1 for so many real samples, then 0."""
         self._was_read = True
-        number = self._scalars.get("samples", float(num_real))
+        number = self._run.scalars.get("samples", float(num_real))
         return (self._places < number).to(number.dtype)
 
     def _check_samples_read(self, num_real: int) -> None:
@@ -261,8 +255,8 @@ class Weights(Part):
         if is_zero(self.weight):
             self._gradients.refuse_nonzero()
         self._gradients.sums.divide_(torch.where(total > 0, total, math.inf))
-        if self._ref_weight is not None:
-            self.ratio = self.weight / self._ref_weight
+        if self._run.ref_weight is not None:
+            self.ratio = self.weight / self._run.ref_weight
 
     def clear(self) -> None:
         self._slot.total.zero_()

@@ -54,9 +54,10 @@ class Scaling:
     # --- the numbers that the user gives --------------------------------------------
 
     def note_given(self, account: Account) -> None:
-        """Notes the hyperparameters that replicas have; after an epoch's end, none."""
+        """Notes the hyperparameters that replicas have; none but within an epoch."""
+        is_within = account.announced and not account.ended
         groups = self._optimizer.param_groups
-        self._given = None if account.ended else hyperparameters(groups)
+        self._given = hyperparameters(groups) if is_within else None
 
     def refuse_changes(self, account: Account) -> None:
         """Raises ReplicaError if a change since then was not seen by all replicas.
@@ -126,9 +127,7 @@ class Scaling:
             ratio = self._scalars.get(("batch ratio", index), ratio, dtype)
         return inputs, ratio
 
-    def _uploaded(
-        self, index: int, group: Group, numbers: dict[str, Any]
-    ) -> dict[str, torch.Tensor]:
+    def _uploaded(self, index: int, group: Group, numbers: Group) -> Group:
         """Returns those numbers that change from update to update, on the device."""
         names = ["lr"]
         if numbers.get("gradient_factor") is not None:
@@ -273,10 +272,8 @@ def _scale_gradients(group: Group, decay: Any, factor: Any) -> None:
             gradient.add_(parameter * operand_for(parameter, decay))
         elif decays:
             gradient.add_(parameter, alpha=decay)
-        if isinstance(factor, torch.Tensor):
+        if factor is not None:
             gradient.mul_(operand_for(gradient, factor))
-        elif factor is not None:
-            gradient.mul_(factor)
 
 
 def _trained(group: Group) -> list[torch.Tensor]:

@@ -83,7 +83,6 @@ class Updates:
         if is_last:
             is_alone = len(account.ledger.accounts) == 1
             return self.update() if is_alone else update_together(account)
-        self.scaling.note_given(account)
         self.begin_minibatch()
         return 0
 
@@ -99,6 +98,7 @@ class Updates:
 
     def begin_minibatch(self) -> None:
         """Prepares for the next backward pass."""
+        self.scaling.note_given(self.account)
         self.gradients.prepare_backward(self.account)
         for part in self.parts.values():
             part.begin_minibatch(self.account.now)
@@ -186,7 +186,6 @@ class Updates:
             if self.ballots is not None:
                 self.ballots.check()
             log(update, self.run)
-        self.scaling.note_given(self.account)
         self.begin_minibatch()
 
     def clear(self) -> None:

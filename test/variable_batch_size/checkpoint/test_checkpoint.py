@@ -122,7 +122,7 @@ def test_a_damaged_one_is_passed_over_and_then_replaced(undisturbed, tmp_path, c
     ends_as(undisturbed, found, before.num_updates)
     assert "damaged" in caplog.text
     [last] = files.saved_files(tmp_path)
-    last.read()
+    assert last.is_whole()
 
 
 def test_changes_can_be_allowed(tmp_path):
@@ -199,7 +199,7 @@ def test_nothing_of_the_file_is_used_after_loading(tmp_path):
 def saves(takes, num_updates, *every, begun=0) -> list[tuple[int, float]]:
     """Returns the updates to save after, with their times."""
     now, found = 0.0, []
-    times = SaveTimes(xla_replica.current(), *every, lambda: now)
+    times = SaveTimes(xla_replica.current(), *every, clock=lambda: now)
     times.saved(begun)
     for number in range(begun + 1, num_updates + 1):
         now += takes(number)

@@ -45,7 +45,8 @@ def test_a_state_that_is_read_takes_no_memory_of_its_own(tmp_path):
     path = files.write(tmp_path, 1, {"weights": torch.ones(32, 2**20)})
     content, before = path.read_bytes()[:4096], own_kilobytes()
     [file] = files.saved_files(tmp_path)
-    state = file.read()
+    assert file.is_whole()
+    state = files.load(path, mapped=True)
     assert state["weights"].sum() == 2**25
     assert own_kilobytes() - before < 2**14  # of 2**17
     state["weights"].zero_()
@@ -137,7 +138,7 @@ def test_a_file_that_cannot_be_read_now_is_not_damaged(tmp_path):
 @pytest.mark.parametrize("room", [0, 500, 1500])
 def test_a_disk_that_is_full_loses_nothing(tmp_path, room):
     before = files.write(tmp_path, 1, state(1))
-    message = rf"File too large: '{tmp_path}/update-00000002-.*\.unfinished'"
+    message = rf"File too large: '{tmp_path}/update-00000002-.*\.tmp'"
     with full_disk(room), pytest.raises(OSError, match=message):
         files.write(tmp_path, 2, state(2))
     assert files.newest_whole(tmp_path) == before
@@ -147,7 +148,7 @@ def test_a_disk_that_is_full_loses_nothing(tmp_path, room):
 def test_what_others_are_writing_is_left_alone(tmp_path):
     """Until this run has come further: then it was abandoned."""
     before = files.write(tmp_path, 1, state(1))
-    unfinished = tmp_path / "update-00000009-1234.unfinished"
+    unfinished = tmp_path / "update-00000009-1234.tmp"
     shards = tmp_path / "update-00000009-1234.shards"
     unfinished.write_bytes(b"more to come")
     shards.mkdir()

@@ -192,7 +192,7 @@ def test_the_rates_to_come_are_foretold_and_nothing_changes():
     for part in parts:
         optimizer.attach(part)
     run(weight, optimizer, 3)
-    attached = optimizer._updates.attached
+    attached = optimizer.updates.attached
     foretold = attached.next_rates(2)
     assert foretold == attached.next_rates(2)
     rates = []
