@@ -28,12 +28,10 @@ def map_tensors(
         return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
     if not isinstance(value, Mapping):
         return value
-    parts = {key: map_tensors(part, function, kind) for key, part in value.items()}
-    if type(value) is dict or not isinstance(value, dict):
-        return parts
-    changed = copy.copy(value)  # with its attributes, such as state_dict()._metadata
-    for key, part in parts.items():
-        changed[key] = part
+    # With its attributes, such as state_dict()._metadata.
+    changed = copy.copy(value) if isinstance(value, dict) else {}
+    for key, part in value.items():
+        changed[key] = map_tensors(part, function, kind)
     return changed
 
 
@@ -66,15 +64,13 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
     >>> [name for name, _ in named_tensors({"a": [torch.ones(1), torch.ones(1)]})]
     ['a.0', 'a.1']
     """
-    prefix = f"{name}." if name else ""
     if isinstance(value, torch.Tensor):
         yield name, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from named_tensors(part, f"{prefix}{key}")
     elif isinstance(value, (list, tuple)):
-        for place, part in enumerate(value):
-            yield from named_tensors(part, f"{prefix}{place}")
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from named_tensors(part, f"{name}.{key}" if name else str(key))
 
 
 def tree_add(first: Any, second: Any) -> Any:
