@@ -16,12 +16,7 @@ from torch._utils import _take_tensors
 
 from xla_replica.backends.local import default_device, in_use
 from xla_replica.backends.replica import Replica
-from xla_replica.backends.sharded_sum import (
-    ShardedParameters,
-    living,
-    local,
-    num_copies,
-)
+from xla_replica.backends.sharded_sum import ShardedParameters, living, local
 from xla_replica.common.trees import Tensors
 from xla_replica.device.sharded import is_sharded
 from xla_replica.errors import ReplicaError
@@ -123,31 +118,6 @@ class DistributedReplica(Replica):
             parts = flat.split([tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts):
                 tensor.copy_(part.view_as(tensor))
-
-    def is_sharded(self, parameters: Tensors) -> bool:
-        return any(map(is_sharded, parameters))
-
-    def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        return local(tensor)
-
-    def sum_over_shards(self, numbers: Tensors, tensors: Tensors) -> list[torch.Tensor]:
-        sums = list(numbers)
-        parts = [n for n, tensor in enumerate(tensors) if is_sharded(tensor)]
-        if parts:
-            flat = torch.stack([sums[n] / num_copies(tensors[n]) for n in parts])
-            self.all_reduce_([flat])
-            for n, total in zip(parts, flat.unbind()):
-                sums[n] = total
-        return sums
-
-    def on_gradient(
-        self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]
-    ) -> Any:
-        place = self.shards.places.get(parameter)
-        if place is None:
-            return super().on_gradient(parameter, hook)
-        place.hooks.append(hook)
-        return hook
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
         with self._named("all_reduce_", [tensor]):

@@ -36,10 +36,6 @@ class Slot:
         rounded: The minibatch's gradient, once it is added.
     """
 
-    __slots__ = (
-        "bucket", "is_early", "mean", "num_noted", "parameter", "rounded", "total"
-    )  # fmt: skip
-
     def __init__(self, parameter: nn.Parameter, bucket: Bucket, total: RowTotal):
         self.parameter, self.bucket, self.total = parameter, bucket, total
         self.mean = torch.zeros_like(parameter.detach())

@@ -45,13 +45,9 @@ class AccumulationHook:
     ) -> Iterator[None]:
         """Returns a context in which such hooks of these tensors do nothing."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        found = [
-            hook
-            for tensor in tensors
-            if isinstance(tensor, torch.Tensor)
-            for hook in (tensor._backward_hooks or {}).values()
-            if isinstance(hook, AccumulationHook)
-        ]
+        of_each = [getattr(tensor, "_backward_hooks", None) or {} for tensor in tensors]
+        hooks = [hook for each in of_each for hook in each.values()]
+        found = [hook for hook in hooks if isinstance(hook, AccumulationHook)]
         # Set on the hook and not in this thread: another one may run it.
         for hook in found:
             hook._paused = True

@@ -126,9 +126,9 @@ class RowUnits:
 
         Takes in its largest numbers.
         """
-        is_host, by_row = self.replica.is_host, (self.up[rows], self.seen[rows])
-        for (part, into), (up, seen) in self.pieces((value, target), by_row):
-            if is_host:  # where the norm is slow
+        parts = self.pieces(value, target, self.up[rows], self.seen[rows])
+        for part, into, up, seen in parts:
+            if self.replica.is_host:  # where the norm is slow
                 scaled = part.abs()
                 largest = scaled.amax(1)
             else:
@@ -136,18 +136,14 @@ class RowUnits:
             torch.maximum(seen, largest, out=seen)
             yield into, torch.mul(part, up, out=scaled).round_()
 
-    def pieces(
-        self, tensors: Tensors, by_row: Tensors
-    ) -> Iterator[tuple[Tensors, Tensors]]:
-        """Yields parts that a CPU's caches hold, and what there is for their rows."""
-        if not self.replica.is_host or tensors[0].numel() <= _CACHED:
-            yield tensors, by_row
+    def pieces(self, *by_row: torch.Tensor) -> Iterator[Tensors]:
+        """Yields tensors by some rows each, of the first what a CPU's caches hold."""
+        first = by_row[0]
+        if not self.replica.is_host or first.numel() <= _CACHED:
+            yield by_row
             return
-        num_rows = max(1, _CACHED // tensors[0].shape[1])
-        for parts in zip(*(each.split(num_rows) for each in (*tensors, *by_row))):
-            of_tensors, of_rows = parts[: len(tensors)], parts[len(tensors) :]
-            for pieces in zip(*(each.split(_CACHED, 1) for each in of_tensors)):
-                yield pieces, of_rows
+        num_rows = max(1, _CACHED // first.shape[1])
+        yield from zip(*(each.split(num_rows) for each in by_row))
 
     def end_minibatch(self) -> None:
         """Takes in, on a lazy device, the largest numbers of a minibatch."""
@@ -326,8 +322,8 @@ class RowTotal:
             low = high.float() * 2.0**_CARRY_BITS + low.float()
         if self._units.is_lazy or not result.is_contiguous():
             return result.copy_((low.float() / by_row).view(result.shape))
-        pairs = low, result.view(low.shape)
-        for (part, mean), [divisor] in self._units.pieces(pairs, [by_row]):
+        parts = self._units.pieces(low, result.view(low.shape), by_row)
+        for part, mean, divisor in parts:
             if result.dtype == torch.float32:
                 torch.div(part, divisor, out=mean)
             else:
