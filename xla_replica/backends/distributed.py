@@ -16,9 +16,9 @@ from torch._utils import _take_tensors
 
 from xla_replica.backends.local import default_device, in_use
 from xla_replica.backends.replica import Replica
-from xla_replica.backends.sharded_sum import ShardedParameters, living, local
+from xla_replica.backends.sharded_sum import ShardedParameters, living
 from xla_replica.common.trees import Tensors
-from xla_replica.device.sharded import is_sharded
+from xla_replica.device.sharded import is_sharded, local
 from xla_replica.errors import ReplicaError
 
 # Gradients are summed in flat buckets: one call per bucket is fast, and the second

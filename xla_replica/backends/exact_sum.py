@@ -14,11 +14,11 @@ from torch import nn
 
 from xla_replica.backends.gradient_sum import GradientSum, Pass
 from xla_replica.backends.overlapped_sum import BucketedSum, bucketed
-from xla_replica.backends.sharded_sum import ShardedSum, local
+from xla_replica.backends.sharded_sum import ShardedSum
 from xla_replica.common.trees import Tensors
 from xla_replica.device.gradients import weak_hook
 from xla_replica.device.row_units import RowTotal, RowUnits, num_rows
-from xla_replica.device.sharded import is_sharded, whole
+from xla_replica.device.sharded import is_sharded, local, whole
 
 Names = Mapping[nn.Parameter, str]
 

@@ -23,7 +23,7 @@ from torch import nn
 from xla_replica.backends.gradient_sum import Begin, GradientSum
 from xla_replica.backends.objects import check_equal, gather_objects
 from xla_replica.backends.overlapped_sum import OverlappedSum
-from xla_replica.backends.sharded_sum import ShardedSum, local, num_copies
+from xla_replica.backends.sharded_sum import ShardedSum, num_copies
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import NamedTensors, Tensors, map_tensors, tensors_in
 from xla_replica.device.device_traits import traits
@@ -31,7 +31,7 @@ from xla_replica.device.gradients import accumulation_hook
 from xla_replica.device.loader import load_ahead
 from xla_replica.device.placing import move_with_ties
 from xla_replica.device.seeding import check_seed, generator_of, seeded
-from xla_replica.device.sharded import is_sharded
+from xla_replica.device.sharded import is_sharded, local
 from xla_replica.device.sharded_files import read_parts, write_parts
 
 

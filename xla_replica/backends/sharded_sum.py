@@ -22,20 +22,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xla_replica.backends.gradient_sum import Begin, GradientSum, Pass
 from xla_replica.common.trees import Tensors
 from xla_replica.device.gradients import accumulation_hook, weak_hook
-from xla_replica.device.sharded import is_sharded
+from xla_replica.device.sharded import is_sharded, local
 
 if TYPE_CHECKING:
     from xla_replica.backends.replica import Replica
 
 Hook = Callable[[torch.Tensor], None]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what this process holds of a tensor, which may be empty."""
-    if not is_sharded(tensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local().detach()
 
 
 def num_copies(tensor: Any) -> int:
@@ -100,11 +92,6 @@ class GradientPlace:
         for hook in self.hooks:
             hook(gradient)
         return None if self.rounding is None else self.rounding(gradient)
-
-    def forget(self) -> None:
-        """Drops what has been accumulated of a step that was abandoned."""
-        if self.whole is not None:
-            self.whole.grad = None
 
 
 class ShardedParameters:
@@ -348,7 +335,8 @@ class ShardedSum(GradientSum):
         return norm
 
     def _norm(self, parameters: Tensors) -> torch.Tensor:
-        squares = [_square(local(parameter.grad)) for parameter in parameters]
+        parts = [local(parameter.grad) for parameter in parameters]
+        squares = [torch.linalg.vector_norm(p).double().square() for p in parts]
         squares = self.replica.sum_over_shards(squares, parameters)
         return torch.stack(squares).sum().sqrt()
 
@@ -359,7 +347,8 @@ class ShardedSum(GradientSum):
                 place.counts = True
                 if is_sharded(parameter):
                     parameter.grad = None
-                    place.forget()
+                    if place.whole is not None:  # the step was abandoned
+                        place.whole.grad = None
                 else:
                     gradient.zero_()
         self._summed.clear()
@@ -387,11 +376,6 @@ def _forget_accumulated(unit: Any) -> None:
         for parameter in group.fsdp_params if group is not None else ():
             if "unsharded_accumulated_grad" in vars(parameter):
                 parameter.unsharded_accumulated_grad = None
-
-
-def _square(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the square of a tensor's norm, in float64."""
-    return torch.square(torch.linalg.vector_norm(tensor).double())
 
 
 def _own_modules(unit: nn.Module, kind: type) -> Iterator[nn.Module]:

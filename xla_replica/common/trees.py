@@ -77,13 +77,12 @@ def tree_add(first: Any, second: Any) -> Any:
     """Returns the sum of two values of one form: tensors, or containers of tensors.
 
     Tensors are added where they correspond: by position in tuples and lists, by key in
-    dicts. A key that only one dict has keeps its value.
+    dicts. A key that only one dict has keeps its value. Other values are added as
+    Python does.
 
     >>> tree_add({"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.zeros(1)})
     {'a': tensor([2., 2.]), 'b': tensor([0.])}
     """
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return first + second
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         both = {
             key: tree_add(first[key], second[key]) for key in first if key in second
@@ -93,7 +92,4 @@ def tree_add(first: Any, second: Any) -> Any:
         items = [tree_add(a, b) for a, b in zip(first, second, strict=True)]
         kind = type(first)
         return kind(*items) if hasattr(first, "_fields") else kind(items)
-    raise TypeError(
-        f"a {type(first).__name__} and a {type(second).__name__} cannot be added; give "
-        "tensors, or tuples, lists and dicts of tensors, in the same form every time"
-    )
+    return first + second
