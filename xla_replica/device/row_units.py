@@ -65,8 +65,6 @@ class RowUnits:
         self._peak: torch.Tensor
         self._base: torch.Tensor
         self._bits = 0
-        self._scale: Any = 1.0
-        self._limit: Any = 0.0
         self._saved: NamedTensors = {}
         self.extend({})
 
@@ -82,7 +80,6 @@ class RowUnits:
         owner = owner.repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
         self._sizes, self._owner = sizes, self.replica.send(owner)
         self.seen = torch.zeros(end).to(self.replica.device)
-        self.up = torch.zeros(end, 1).to(self.replica.device)
         self.load_state_dict({**self._saved, **saved})
 
     def begin(self, num_minibatches: int) -> None:
@@ -94,11 +91,9 @@ class RowUnits:
             more, self._bits = bits - LEAST_BITS, bits
             growth = min(more, (more + 1) // 2 + 1)
             numbers = 2.0 ** (more - growth), 2.0 ** (LEAST_BITS + growth)
-            # A lazy device would compile a program for each number.
-            scalars: Any = map(self.replica.scalar, numbers)
-            self._scale, self._limit = scalars if self.is_lazy else numbers
+            self._scale, self._limit = map(self.replica.scalar, numbers)
         if not self.is_lazy:
-            torch.mul(self._base, self._scale, out=self.up)
+            self.up = self._base * self._scale
 
     def up_of(self, rows: slice) -> torch.Tensor:
         """Returns ``(r, 1)``: what some rows are multiplied by."""
