@@ -171,19 +171,10 @@ class DistributedReplica(Replica):
                 with self._named("broadcast_", [value]):
                     torch.distributed.broadcast(value, first, mesh.get_group(dim))
 
-    def barrier(self) -> None:
-        # Its own barrier does nothing on some backends; a sum that is read does.
-        flag = torch.ones(1, device=self.device)
-        with self._named("barrier", [flag]):
-            torch.distributed.all_reduce(flag)
-            flag.cpu()
-
     def check_parameters(self, parameters: Tensors) -> None:
         self.shards.add(parameters)
+        gc.collect()  # a wrapper that nothing refers to is not in the way
         if _are_wrapped(parameters):
-            gc.collect()  # a wrapper that nothing refers to is not in the way
-            if not _are_wrapped(parameters):
-                return
             raise TypeError(
                 "these are parameters of a DistributedDataParallel model, which sums "
                 "their gradients in every backward pass. Train the bare module, "

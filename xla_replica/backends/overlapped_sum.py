@@ -57,13 +57,6 @@ class Bucket:
         self.factor: float | None = None
         self.waits: list[Callable[[], None]] = []
 
-    def divide_rest_(self) -> None:
-        """Multiplies the gradients that are not divided yet by the factor."""
-        rest = [place.part for place in self.places if not place.is_divided]
-        if rest and self.factor is not None:
-            are_all = len(rest) == len(self.places)
-            torch._foreach_mul_([self.numbers] if are_all else rest, self.factor)
-
 
 class Place:
     """Where the gradient of one parameter is.
@@ -300,7 +293,10 @@ class OverlappedSum(BucketedSum):
 
     def _complete(self, bucket: Bucket) -> Tensors:
         self._gather(bucket)
-        bucket.divide_rest_()
+        rest = [place.part for place in bucket.places if not place.is_divided]
+        if rest and bucket.factor is not None:
+            are_all = len(rest) == len(bucket.places)
+            torch._foreach_mul_([bucket.numbers] if are_all else rest, bucket.factor)
         return [bucket.flat]
 
     def _gather(self, bucket: Bucket) -> None:

@@ -304,6 +304,7 @@ class Replica(abc.ABC):
 
     def barrier(self) -> None:
         """Returns once every replica has called it and its device is idle."""
+        # Some groups' own barrier does nothing.
         self.fetch([self.all_gather(self.scalar(1.0))])
         self.wait()
 
