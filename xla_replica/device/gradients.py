@@ -15,7 +15,7 @@ from xla_replica.common.trees import Tensors
 from xla_replica.device.device_traits import traits
 
 
-class AccumulationHook:
+class AccumulationHook(functools.partial[torch.Tensor | None]):
     """A hook that changes what is added to a parameter's ``.grad``, but not `grad`.
 
     For ``parameter.register_hook``: what `grad` returns is the derivative of its
@@ -25,12 +25,10 @@ class AccumulationHook:
         function: From a gradient to the one that is added; as for ``register_hook``.
     """
 
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        self._function = function
-        self._paused = False
+    _paused = False
 
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        return None if self._paused else self._function(gradient)
+    def __call__(self, *gradient: torch.Tensor) -> torch.Tensor | None:
+        return None if self._paused else super().__call__(*gradient)
 
     @staticmethod
     def all_on(tensor: torch.Tensor) -> bool:

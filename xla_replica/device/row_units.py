@@ -319,10 +319,7 @@ class RowTotal:
             return result.copy_((low.float() / by_row).view(result.shape))
         parts = self._units.pieces(low, result.view(low.shape), by_row)
         for part, mean, divisor in parts:
-            if result.dtype == torch.float32:
-                torch.div(part, divisor, out=mean)
-            else:
-                mean.copy_(part / divisor)
+            torch.div(part, divisor, out=mean)
         return result
 
     def zero_(self) -> None:
