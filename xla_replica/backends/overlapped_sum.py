@@ -229,9 +229,8 @@ class OverlappedSum(BucketedSum):
     def _fill(self, parameters: list[nn.Parameter]) -> None:
         """Makes buckets of the parameters in this order, with what ``.grad`` holds."""
         lists = bucketed(parameters)
-        last = len(lists) - 1
         self._buckets = [
-            Bucket(each, index, TAIL if index == last else 0)
+            Bucket(each, index, TAIL if each is lists[-1] else 0)
             for index, each in enumerate(lists)
         ]
         places = {p.parameter: p for bucket in self._buckets for p in bucket.places}

@@ -122,30 +122,28 @@ class ShardedParameters:
             return
         from torch.distributed.fsdp import FSDPModule
 
-        wanted = {id(p): p for p in parameters if p not in self.places}
+        new = [p for p in parameters if p not in self.places]
+        wanted = {id(p) for p in new if is_sharded(p)}
         for unit in living(FSDPModule):
             own = []
             for module in _own_modules(unit, FSDPModule):
                 for name, parameter in module._parameters.items():
-                    if id(parameter) not in wanted or not is_sharded(parameter):
-                        continue
-                    del wanted[id(parameter)]
-                    self.places[parameter] = GradientPlace(parameter)
-                    self.units[parameter] = weakref.ref(unit)
-                    own.append((self.places[parameter], weakref.ref(module), name))
-                    self._check(parameter)
+                    if id(parameter) in wanted and parameter not in self.places:
+                        self.places[parameter] = GradientPlace(parameter)
+                        self.units[parameter] = weakref.ref(unit)
+                        own.append((self.places[parameter], weakref.ref(module), name))
             if own:
                 unit.register_forward_pre_hook(_follower(own))
-        for other in wanted.values():
-            if is_sharded(other):
-                self._check(other)
-            self.places[other] = GradientPlace(other)
+        for each in new:
+            if is_sharded(each):
+                self._check(each)
+            self.places.setdefault(each, GradientPlace(each))
 
     def _check(self, parameter: Any) -> None:
         mesh = parameter.device_mesh
         *others, last = parameter.placements
         fits = last.is_shard() and all(each.is_replicate() for each in others)
-        if parameter in self.places and fits and mesh.size() == self._num_replicas:
+        if parameter in self.units and fits and mesh.size() == self._num_replicas:
             return
         raise TypeError(
             f"a parameter of shape {tuple(parameter.shape)} is a DTensor with "
