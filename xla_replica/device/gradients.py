@@ -27,8 +27,8 @@ class AccumulationHook(functools.partial[torch.Tensor | None]):
 
     _paused = False
 
-    def __call__(self, *gradient: torch.Tensor) -> torch.Tensor | None:
-        return None if self._paused else super().__call__(*gradient)
+    def __call__(self, /, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        return None if self._paused else super().__call__(*args, **kwargs)
 
     @staticmethod
     def all_on(tensor: torch.Tensor) -> bool:
