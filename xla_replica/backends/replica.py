@@ -459,7 +459,7 @@ def _shape_checked(all_gather: Callable[..., Any]) -> Callable[..., torch.Tensor
 
     @functools.wraps(all_gather)
     def checked(self: Replica, tensor: torch.Tensor) -> torch.Tensor:
-        gathered = all_gather(self, tensor)
+        gathered: torch.Tensor = all_gather(self, tensor)
         shape = (self.num_replicas, *tensor.shape)
         if gathered.shape != shape:
             raise ValueError(

@@ -21,12 +21,11 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: Any) -> torch.Tensor:
     """Returns what this process holds of a tensor, which may be empty."""
-    if not is_sharded(tensor):
-        return tensor
     with torch.no_grad():
-        return tensor.to_local().detach()
+        own: torch.Tensor = tensor.to_local().detach() if is_sharded(tensor) else tensor
+    return own
 
 
 def whole(tensor: Any) -> torch.Tensor:
