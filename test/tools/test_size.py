@@ -38,7 +38,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 20_449
+CODE = 20_451
 TEST_LINES = 33_268
 
 

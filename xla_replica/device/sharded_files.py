@@ -26,6 +26,8 @@ _MODULES = (
 _OTHERS = {
     ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
+    *(("pathlib", name) for name in ("Path", "PosixPath", "WindowsPath")),
+    *(("pathlib._local", name) for name in ("Path", "PosixPath", "WindowsPath")),
 }  # fmt: skip
 
 
@@ -48,7 +50,7 @@ def write_parts(
     from torch.distributed import checkpoint
 
     with _os_errors():
-        checkpoint.save(dict(tensors), checkpoint_id=str(folder))
+        checkpoint.save(dict(tensors), checkpoint_id=folder)
     # Of all files, each of which one process reads once more, while it is at hand.
     names = replica.choose(lambda: sorted(file.name for file in folder.iterdir()))
     own = names[replica.rank :: replica.num_replicas]
