@@ -4,9 +4,10 @@ The 'meta' device takes its place: every operation runs, and a copy from the hos
 memory is seen on its way. Reading a value of it is an error.
 """
 
+import contextlib
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -133,40 +134,30 @@ def test_an_update_never_waits_for_the_device(
     assert lazy or copies.number == 0
 
 
-def test_count_counts_what_waits_for_a_gpu(monkeypatch):
-    """torch warns of every such operation, where it is asked to."""
-    modes = [0]
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-
-    def counted(*messages: str) -> int:
-        with xla_replica.count() as counts:
-            for message in (of_mode, *messages):
-                warnings.warn(message, stacklevel=1)
-        return counts.waits
-
-    of_mode = "Synchronization debug mode is a prototype feature and does not yet ..."
-    wait = "called a synchronizing CUDA operation"
-    assert counted(wait, wait, wait) == 3
-    assert counted() == 0
-    with pytest.warns(UserWarning, match="something else"):
-        assert counted(wait, "something else") == 1
-    assert modes == [0, *(3 * ["warn", 0])]
+@contextlib.contextmanager
+def gpu_waits() -> Iterator[Callable[[], int]]:
+    """Counts what waits for a GPU, of which torch warns where it is asked to."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield lambda: sum("synchronizing CUDA" in str(w.message) for w in caught)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @on_gpu
 def test_a_gpu_says_what_waits_for_it():
     replica = xla_replica.current()
     value = torch.ones(3, device=replica.device)
-    with xla_replica.count(replica) as counts:
+    with gpu_waits() as waits:
         value.add_(1)
         replica.scalar(2.0)
-    assert counts.waits == 0
-    with xla_replica.count(replica) as counts:
+    assert waits() == 0
+    with gpu_waits() as waits:
         replica.fetch([value])
         value.sum().item()
-    assert counts.waits == 2
+    assert waits() == 2
     assert replica.device_model == f"cuda, {torch.cuda.get_device_name()}"
 
 
@@ -195,12 +186,12 @@ def test_an_update_on_a_gpu_waits_for_nothing_but_exact_sums(rule, options, wait
     updates = 0
     try:
         for number, (x, y) in enumerate(replica.loader(batches)):
-            with xla_replica.count() as counts:
+            with gpu_waits() as found:
                 F.cross_entropy(model(x), y).backward()
                 made = wrapper.step()
             if number >= 40:
                 # It waits, too, to hear that a step is to be run again.
-                assert counts.waits in ([waits] if made else [0, waits])
+                assert found() in ([waits] if made else [0, waits])
                 updates += made
     finally:
         torch.use_deterministic_algorithms(False)
@@ -210,60 +201,31 @@ def test_an_update_on_a_gpu_waits_for_nothing_but_exact_sums(rule, options, wait
 # --- a loader beside the training ---------------------------------------------------
 
 
-class Stream:
-    """Notes in which order streams wait for one another."""
-
-    entered = threading.local()  # a thread's current stream
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.log = device, []
-
-    def __enter__(self) -> None:
-        self.entered.stream = self
-
-    def __exit__(self, *error: Any) -> None:
-        del self.entered.stream
-
-    def record_event(self) -> list[int]:
-        return self.log.copy()
-
-    def wait_event(self, event: list[int]) -> None:
-        self.log.append((event, threading.current_thread().name))
-
-
-def test_batches_are_copied_from_pinned_memory_on_a_stream_of_their_own(monkeypatch):
-    """The training's stream waits for a batch's copies before anybody sees it."""
+def test_batches_are_copied_from_pinned_memory_when_their_turn_has_come(monkeypatch):
+    """By the thread of the training loop, on whose stream they are used."""
     monkeypatch.setitem(device_traits._TRAITS, "meta", DeviceTraits(has_streams=True))
-    training, to, pinned, threads, in_use = Stream(META), torch.Tensor.to, [], [], []
+    to, pinned, pinning, copies = torch.Tensor.to, [], [], []
 
     def copy(tensor, device, non_blocking=False):
         assert any(tensor is each for each in pinned)
         assert non_blocking
-        stream = Stream.entered.stream
-        assert stream.device == META
-        stream.log.append(int(tensor[0]))
-        threads.append(threading.current_thread().name)
+        copies.append((int(tensor[0]), threading.current_thread().name))
         return to(tensor, device)
 
     def pin(tensor):
+        pinning.append(threading.current_thread().name)
         pinned.append(tensor.clone())
         return pinned[-1]
 
-    monkeypatch.setattr(torch, "Stream", Stream)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: training)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.Tensor, "to", copy)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *it: in_use.append(it))
     numbers, main = range(1, 6), threading.current_thread().name
     batches = [
         {"x": torch.full((n,), n), "y": [torch.full((1,), n), "text"]} for n in numbers
     ]
     for n, batch in zip(numbers, LocalReplica(META).loader(batches), strict=True):
         assert (len(batch["x"]), batch["y"][1]) == (n, "text")
-        event, thread = training.log[-1]
-        assert (len(training.log), thread) == (n, main)
-        assert event.count(n) == 2  # tensors of the batch
-        assert len(in_use) == 2 * n
-    assert all((t.device, stream) == (META, training) for t, stream in in_use)
-    assert len(threads) == 10
-    assert threads.count(main) == 2  # the first batch, see DeviceLoader
+        assert batch["x"].device == batch["y"][0].device == META
+        assert copies == [(each, main) for each in range(1, n + 1) for _ in "xy"]
+    assert len(pinning) == 10
+    assert pinning.count(main) == 2  # the first batch, see DeviceLoader

@@ -16,14 +16,9 @@ from torch._utils import _take_tensors
 
 from xla_replica.backends.local import default_device, in_use
 from xla_replica.backends.replica import Replica
-from xla_replica.backends.sharded_sum import (
-    ShardedParameters,
-    living,
-    local,
-    num_copies,
-)
+from xla_replica.backends.sharded_sum import ShardedParameters, living
 from xla_replica.common.trees import Tensors
-from xla_replica.device.sharded import is_sharded
+from xla_replica.device.sharded import is_sharded, local
 from xla_replica.errors import ReplicaError
 
 # Gradients are summed in flat buckets: one call per bucket is fast, and the second
@@ -124,31 +119,6 @@ class DistributedReplica(Replica):
             for tensor, part in zip(bucket, parts):
                 tensor.copy_(part.view_as(tensor))
 
-    def is_sharded(self, parameters: Tensors) -> bool:
-        return any(map(is_sharded, parameters))
-
-    def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        return local(tensor)
-
-    def sum_over_shards(self, numbers: Tensors, tensors: Tensors) -> list[torch.Tensor]:
-        sums = list(numbers)
-        parts = [n for n, tensor in enumerate(tensors) if is_sharded(tensor)]
-        if parts:
-            flat = torch.stack([sums[n] / num_copies(tensors[n]) for n in parts])
-            self.all_reduce_([flat])
-            for n, total in zip(parts, flat.unbind()):
-                sums[n] = total
-        return sums
-
-    def on_gradient(
-        self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]
-    ) -> Any:
-        place = self.shards.places.get(parameter)
-        if place is None:
-            return super().on_gradient(parameter, hook)
-        place.hooks.append(hook)
-        return hook
-
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
         with self._named("all_reduce_", [tensor]):
             work = torch.distributed.all_reduce(tensor, async_op=True)
@@ -201,19 +171,10 @@ class DistributedReplica(Replica):
                 with self._named("broadcast_", [value]):
                     torch.distributed.broadcast(value, first, mesh.get_group(dim))
 
-    def barrier(self) -> None:
-        # Its own barrier does nothing on some backends; a sum that is read does.
-        flag = torch.ones(1, device=self.device)
-        with self._named("barrier", [flag]):
-            torch.distributed.all_reduce(flag)
-            flag.cpu()
-
     def check_parameters(self, parameters: Tensors) -> None:
         self.shards.add(parameters)
+        gc.collect()  # a wrapper that nothing refers to is not in the way
         if _are_wrapped(parameters):
-            gc.collect()  # a wrapper that nothing refers to is not in the way
-            if not _are_wrapped(parameters):
-                return
             raise TypeError(
                 "these are parameters of a DistributedDataParallel model, which sums "
                 "their gradients in every backward pass. Train the bare module, "

@@ -14,11 +14,11 @@ from torch import nn
 
 from xla_replica.backends.gradient_sum import GradientSum, Pass
 from xla_replica.backends.overlapped_sum import BucketedSum, bucketed
-from xla_replica.backends.sharded_sum import ShardedSum, local
+from xla_replica.backends.sharded_sum import ShardedSum
 from xla_replica.common.trees import Tensors
 from xla_replica.device.gradients import weak_hook
 from xla_replica.device.row_units import RowTotal, RowUnits, num_rows
-from xla_replica.device.sharded import is_sharded, whole
+from xla_replica.device.sharded import is_sharded, local, whole
 
 Names = Mapping[nn.Parameter, str]
 
@@ -35,10 +35,6 @@ class Slot:
         num_noted: How often it was accumulated in this minibatch.
         rounded: The minibatch's gradient, once it is added.
     """
-
-    __slots__ = (
-        "bucket", "is_early", "mean", "num_noted", "parameter", "rounded", "total"
-    )  # fmt: skip
 
     def __init__(self, parameter: nn.Parameter, bucket: Bucket, total: RowTotal):
         self.parameter, self.bucket, self.total = parameter, bucket, total

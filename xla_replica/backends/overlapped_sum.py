@@ -38,7 +38,6 @@ class Bucket:
     Attributes:
         numbers: ``(N,)``: all gradients, one after another.
         flat: ``(N + tail,)``: the same numbers, and room for more.
-        is_wide: Whether a division by a power of two is exact.
         factor: What multiplies the gradients before their sum, which then need not be
             divided; None: nothing does, on no replica.
         places: Where each parameter's gradient is, in order.
@@ -50,7 +49,6 @@ class Bucket:
         sizes = [parameter.numel() for parameter in parameters]
         self.flat = parameters[0].detach().new_zeros(sum(sizes) + tail)
         self.numbers = self.flat[: sum(sizes)]
-        self.is_wide = self.flat.dtype in WIDE
         self.places = [
             Place(parameter, index, _like(part, parameter))
             for parameter, part in zip(parameters, self.numbers.split(sizes))
@@ -58,13 +56,6 @@ class Bucket:
         self.num_missing = 0
         self.factor: float | None = None
         self.waits: list[Callable[[], None]] = []
-
-    def divide_rest_(self) -> None:
-        """Multiplies the gradients that are not divided yet by the factor."""
-        rest = [place.part for place in self.places if not place.is_divided]
-        if rest and self.factor is not None:
-            are_all = len(rest) == len(self.places)
-            torch._foreach_mul_([self.numbers] if are_all else rest, self.factor)
 
 
 class Place:
@@ -80,11 +71,6 @@ class Place:
         is_divided: Whether the gradient is divided already.
         is_elsewhere: Whether minibatches accumulate in a tensor of autograd's so far.
     """
-
-    __slots__ = (
-        "index", "is_divided", "is_elsewhere", "is_missing", "parameter", "part",
-        "view",
-    )  # fmt: skip
 
     def __init__(self, parameter: nn.Parameter, index: int, part: torch.Tensor) -> None:
         self.parameter, self.index, self.part = parameter, index, part
@@ -183,8 +169,8 @@ class OverlappedSum(BucketedSum):
 
     The first step is summed when it is complete. It shows in which order gradients
     appear, by which buckets are filled from then on; and whether every gradient is
-    accumulated once in a minibatch. Otherwise no sum may begin early. If so, ``.grad``
-    of those that appeared is None between steps: the first backward pass then makes new
+    accumulated once in a minibatch. Otherwise no sum may begin early. ``.grad`` of
+    those that appeared is None between steps: the first backward pass then makes new
     gradients, and to move them into their bucket takes less than to zero the bucket and
     to add them. On the host, where memory is slow, they are moved in the last pass of
     the step, with what others have added.
@@ -195,7 +181,6 @@ class OverlappedSum(BucketedSum):
 
     def __init__(self, replica: Replica, may_begin: Callable[[], bool]) -> None:
         super().__init__(replica, may_begin)
-        self._is_host = replica.is_host
         self._held: list[nn.Parameter] = []
         # Looked up once per gradient: a parameter's hash is computed in Python.
         self._place_of: dict[nn.Parameter, Place] = {}
@@ -203,7 +188,6 @@ class OverlappedSum(BucketedSum):
         # How often each gradient was accumulated in the last minibatch of a step.
         self._appeared: dict[nn.Parameter, int] = {}
         self._once: bool | None = None  # unknown
-        self._is_stale = False  # buckets hold the sums of the step before
         self._end()
 
     def _end(self) -> None:
@@ -245,15 +229,13 @@ class OverlappedSum(BucketedSum):
     def _fill(self, parameters: list[nn.Parameter]) -> None:
         """Makes buckets of the parameters in this order, with what ``.grad`` holds."""
         lists = bucketed(parameters)
-        last = len(lists) - 1
         self._buckets = [
-            Bucket(each, index, TAIL if index == last else 0)
+            Bucket(each, index, TAIL if each is lists[-1] else 0)
             for index, each in enumerate(lists)
         ]
         places = {p.parameter: p for bucket in self._buckets for p in bucket.places}
         self._place_of = places
         self.gradients = {parameter: place.view for parameter, place in places.items()}
-        self._is_stale = False
         self._end()
         for place in places.values():
             place.take()
@@ -263,7 +245,8 @@ class OverlappedSum(BucketedSum):
     def prepare_backward(self, now: Pass) -> None:
         self._end()
         self._is_first = now.is_first
-        self._moves_later = bool(self._once) and not now.is_last and self._is_host
+        is_host = self.replica.is_host
+        self._moves_later = bool(self._once) and not now.is_last and is_host
         # A lazy device would compile a program for each number; see `sum_`.
         self._divide_by(None if self._is_lazy else now.divisor)
         if now.is_last and self._once is None:
@@ -277,10 +260,8 @@ class OverlappedSum(BucketedSum):
                     place.is_missing = True
 
     def use_zeros(self) -> None:
-        if self._is_stale:
-            self._zero()
-        for place in self._place_of.values():
-            place.is_divided = True
+        for bucket in self._buckets:
+            bucket.flat.zero_()
         super().use_zeros()
 
     def note(self, parameter: nn.Parameter) -> None:
@@ -311,7 +292,10 @@ class OverlappedSum(BucketedSum):
 
     def _complete(self, bucket: Bucket) -> Tensors:
         self._gather(bucket)
-        bucket.divide_rest_()
+        rest = [place.part for place in bucket.places if not place.is_divided]
+        if rest and bucket.factor is not None:
+            are_all = len(rest) == len(bucket.places)
+            torch._foreach_mul_([bucket.numbers] if are_all else rest, bucket.factor)
         return [bucket.flat]
 
     def _gather(self, bucket: Bucket) -> None:
@@ -330,7 +314,7 @@ class OverlappedSum(BucketedSum):
         is_power_of_two = divisor is not None and divisor.bit_count() == 1
         factor = 1 / (divisor or 1) if is_power_of_two else None
         for bucket in self._buckets:
-            bucket.factor = factor if bucket.is_wide else None
+            bucket.factor = factor if bucket.flat.dtype in WIDE else None
 
     def has_begun(self, parameter: nn.Parameter) -> bool:
         return bool(self._buckets[self._place_of[parameter].index].waits)
@@ -398,21 +382,11 @@ class OverlappedSum(BucketedSum):
         for place in self._place_of.values():
             if place.is_elsewhere:
                 self._hold_view(place)
-        if not self._once:
-            self._zero()
-            return
-        self._is_stale = True
         for parameter, gradient in self.gradients.items():
             if parameter in self._appeared:
                 parameter.grad = None
             else:
                 gradient.zero_()
-
-    def _zero(self) -> None:
-        self._is_stale = False
-        with torch.no_grad():
-            for bucket in self._buckets:
-                bucket.flat.zero_()
 
 
 def bucketed(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

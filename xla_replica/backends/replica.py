@@ -23,7 +23,7 @@ from torch import nn
 from xla_replica.backends.gradient_sum import Begin, GradientSum
 from xla_replica.backends.objects import check_equal, gather_objects
 from xla_replica.backends.overlapped_sum import OverlappedSum
-from xla_replica.backends.sharded_sum import ShardedSum
+from xla_replica.backends.sharded_sum import ShardedSum, num_copies
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import NamedTensors, Tensors, map_tensors, tensors_in
 from xla_replica.device.device_traits import traits
@@ -31,6 +31,7 @@ from xla_replica.device.gradients import accumulation_hook
 from xla_replica.device.loader import load_ahead
 from xla_replica.device.placing import move_with_ties
 from xla_replica.device.seeding import check_seed, generator_of, seeded
+from xla_replica.device.sharded import is_sharded, local
 from xla_replica.device.sharded_files import read_parts, write_parts
 
 
@@ -200,12 +201,11 @@ class Replica(abc.ABC):
 
         Every replica must then run every forward and backward pass.
         """
-        del parameters
-        return False
+        return self.shards is not None and any(map(is_sharded, parameters))
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns what this replica holds of a tensor: a part if it is sharded."""
-        return tensor
+        return local(tensor)
 
     def sum_over_shards(self, numbers: Tensors, tensors: Tensors) -> list[torch.Tensor]:
         """Completes sums over the numbers of tensors, of which this replica has parts.
@@ -214,8 +214,14 @@ class Replica(abc.ABC):
             numbers: 0-d: for each tensor, the sum over what `local` returns.
             tensors: As many, such as parameters; the others' sums are whole already.
         """
-        del tensors
-        return list(numbers)
+        sums = list(numbers)
+        parts = [n for n, tensor in enumerate(tensors) if is_sharded(tensor)]
+        if parts:
+            flat = torch.stack([sums[n] / num_copies(tensors[n]) for n in parts])
+            self.all_reduce_([flat])
+            for n, total in zip(parts, flat.unbind()):
+                sums[n] = total
+        return sums
 
     def write_shards(self, folder: Path, tensors: NamedTensors) -> dict[str, str]:
         """Writes tensors in torch.distributed.checkpoint's format. Collective.
@@ -257,7 +263,11 @@ class Replica(abc.ABC):
         the tensor; ``torch.autograd.grad`` makes none. Returns what the caller must
         keep for as long as ``hook`` is to be called.
         """
-        return accumulation_hook(parameter, hook)
+        place = None if self.shards is None else self.shards.places.get(parameter)
+        if place is None:
+            return accumulation_hook(parameter, hook)
+        place.hooks.append(hook)
+        return hook
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sends a part of the tensor to every replica and returns those received.
@@ -294,6 +304,7 @@ class Replica(abc.ABC):
 
     def barrier(self) -> None:
         """Returns once every replica has called it and its device is idle."""
+        # Some groups' own barrier does nothing.
         self.fetch([self.all_gather(self.scalar(1.0))])
         self.wait()
 
@@ -448,15 +459,14 @@ def _shape_checked(all_gather: Callable[..., Any]) -> Callable[..., torch.Tensor
 
     @functools.wraps(all_gather)
     def checked(self: Replica, tensor: torch.Tensor) -> torch.Tensor:
-        gathered = all_gather(self, tensor)
+        gathered: torch.Tensor = all_gather(self, tensor)
         shape = (self.num_replicas, *tensor.shape)
-        if not isinstance(gathered, torch.Tensor) or gathered.shape != shape:
-            got = getattr(gathered, "shape", None)
-            got = repr(gathered) if got is None else f"one of shape {tuple(got)}"
+        if gathered.shape != shape:
             raise ValueError(
                 f"{type(self).__name__}.all_gather must return a tensor of shape "
-                f"(num_replicas, *tensor.shape), here {shape}, got {got}: stack what "
-                "the replicas brought in a new first dimension, by rank"
+                f"(num_replicas, *tensor.shape), here {shape}, got one of shape "
+                f"{tuple(gathered.shape)}: stack what the replicas brought in a new "
+                "first dimension, by rank"
             )
         return gathered
 

@@ -22,20 +22,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xla_replica.backends.gradient_sum import Begin, GradientSum, Pass
 from xla_replica.common.trees import Tensors
 from xla_replica.device.gradients import accumulation_hook, weak_hook
-from xla_replica.device.sharded import is_sharded
+from xla_replica.device.sharded import is_sharded, local
 
 if TYPE_CHECKING:
     from xla_replica.backends.replica import Replica
 
 Hook = Callable[[torch.Tensor], None]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what this process holds of a tensor, which may be empty."""
-    if not is_sharded(tensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local().detach()
 
 
 def num_copies(tensor: Any) -> int:
@@ -101,11 +93,6 @@ class GradientPlace:
             hook(gradient)
         return None if self.rounding is None else self.rounding(gradient)
 
-    def forget(self) -> None:
-        """Drops what has been accumulated of a step that was abandoned."""
-        if self.whole is not None:
-            self.whole.grad = None
-
 
 class ShardedParameters:
     """The parameters of one process that `fully_shard` shards, and their modules.
@@ -135,30 +122,28 @@ class ShardedParameters:
             return
         from torch.distributed.fsdp import FSDPModule
 
-        wanted = {id(p): p for p in parameters if p not in self.places}
+        new = [p for p in parameters if p not in self.places]
+        wanted = {id(p) for p in new if is_sharded(p)}
         for unit in living(FSDPModule):
             own = []
             for module in _own_modules(unit, FSDPModule):
                 for name, parameter in module._parameters.items():
-                    if id(parameter) not in wanted or not is_sharded(parameter):
-                        continue
-                    del wanted[id(parameter)]
-                    self.places[parameter] = GradientPlace(parameter)
-                    self.units[parameter] = weakref.ref(unit)
-                    own.append((self.places[parameter], weakref.ref(module), name))
-                    self._check(parameter)
+                    if id(parameter) in wanted and parameter not in self.places:
+                        self.places[parameter] = GradientPlace(parameter)
+                        self.units[parameter] = weakref.ref(unit)
+                        own.append((self.places[parameter], weakref.ref(module), name))
             if own:
                 unit.register_forward_pre_hook(_follower(own))
-        for other in wanted.values():
-            if is_sharded(other):
-                self._check(other)
-            self.places[other] = GradientPlace(other)
+        for each in new:
+            if is_sharded(each):
+                self._check(each)
+            self.places.setdefault(each, GradientPlace(each))
 
     def _check(self, parameter: Any) -> None:
         mesh = parameter.device_mesh
         *others, last = parameter.placements
         fits = last.is_shard() and all(each.is_replicate() for each in others)
-        if parameter in self.places and fits and mesh.size() == self._num_replicas:
+        if parameter in self.units and fits and mesh.size() == self._num_replicas:
             return
         raise TypeError(
             f"a parameter of shape {tuple(parameter.shape)} is a DTensor with "
@@ -348,7 +333,8 @@ class ShardedSum(GradientSum):
         return norm
 
     def _norm(self, parameters: Tensors) -> torch.Tensor:
-        squares = [_square(local(parameter.grad)) for parameter in parameters]
+        parts = [local(parameter.grad) for parameter in parameters]
+        squares = [torch.linalg.vector_norm(p).double().square() for p in parts]
         squares = self.replica.sum_over_shards(squares, parameters)
         return torch.stack(squares).sum().sqrt()
 
@@ -359,7 +345,8 @@ class ShardedSum(GradientSum):
                 place.counts = True
                 if is_sharded(parameter):
                     parameter.grad = None
-                    place.forget()
+                    if place.whole is not None:  # the step was abandoned
+                        place.whole.grad = None
                 else:
                     gradient.zero_()
         self._summed.clear()
@@ -387,11 +374,6 @@ def _forget_accumulated(unit: Any) -> None:
         for parameter in group.fsdp_params if group is not None else ():
             if "unsharded_accumulated_grad" in vars(parameter):
                 parameter.unsharded_accumulated_grad = None
-
-
-def _square(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the square of a tensor's norm, in float64."""
-    return torch.square(torch.linalg.vector_norm(tensor).double())
 
 
 def _own_modules(unit: nn.Module, kind: type) -> Iterator[nn.Module]:

@@ -28,12 +28,10 @@ def map_tensors(
         return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
     if not isinstance(value, Mapping):
         return value
-    parts = {key: map_tensors(part, function, kind) for key, part in value.items()}
-    if type(value) is dict or not isinstance(value, dict):
-        return parts
-    changed = copy.copy(value)  # with its attributes, such as state_dict()._metadata
-    for key, part in parts.items():
-        changed[key] = part
+    # With its attributes, such as state_dict()._metadata.
+    changed = copy.copy(value) if isinstance(value, dict) else {}
+    for key, part in value.items():
+        changed[key] = map_tensors(part, function, kind)
     return changed
 
 
@@ -66,28 +64,25 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
     >>> [name for name, _ in named_tensors({"a": [torch.ones(1), torch.ones(1)]})]
     ['a.0', 'a.1']
     """
-    prefix = f"{name}." if name else ""
     if isinstance(value, torch.Tensor):
         yield name, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from named_tensors(part, f"{prefix}{key}")
     elif isinstance(value, (list, tuple)):
-        for place, part in enumerate(value):
-            yield from named_tensors(part, f"{prefix}{place}")
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from named_tensors(part, f"{name}.{key}" if name else str(key))
 
 
 def tree_add(first: Any, second: Any) -> Any:
     """Returns the sum of two values of one form: tensors, or containers of tensors.
 
     Tensors are added where they correspond: by position in tuples and lists, by key in
-    dicts. A key that only one dict has keeps its value.
+    dicts. A key that only one dict has keeps its value. Other values are added as
+    Python does.
 
     >>> tree_add({"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.zeros(1)})
     {'a': tensor([2., 2.]), 'b': tensor([0.])}
     """
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return first + second
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         both = {
             key: tree_add(first[key], second[key]) for key in first if key in second
@@ -97,7 +92,4 @@ def tree_add(first: Any, second: Any) -> Any:
         items = [tree_add(a, b) for a, b in zip(first, second, strict=True)]
         kind = type(first)
         return kind(*items) if hasattr(first, "_fields") else kind(items)
-    raise TypeError(
-        f"a {type(first).__name__} and a {type(second).__name__} cannot be added; give "
-        "tensors, or tuples, lists and dicts of tensors, in the same form every time"
-    )
+    return first + second

@@ -15,7 +15,7 @@ from xla_replica.common.trees import Tensors
 from xla_replica.device.device_traits import traits
 
 
-class AccumulationHook:
+class AccumulationHook(functools.partial[torch.Tensor | None]):
     """A hook that changes what is added to a parameter's ``.grad``, but not `grad`.
 
     For ``parameter.register_hook``: what `grad` returns is the derivative of its
@@ -25,12 +25,10 @@ class AccumulationHook:
         function: From a gradient to the one that is added; as for ``register_hook``.
     """
 
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        self._function = function
-        self._paused = False
+    _paused = False
 
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        return None if self._paused else self._function(gradient)
+    def __call__(self, /, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        return None if self._paused else super().__call__(*args, **kwargs)
 
     @staticmethod
     def all_on(tensor: torch.Tensor) -> bool:
@@ -45,13 +43,9 @@ class AccumulationHook:
     ) -> Iterator[None]:
         """Returns a context in which such hooks of these tensors do nothing."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        found = [
-            hook
-            for tensor in tensors
-            if isinstance(tensor, torch.Tensor)
-            for hook in (tensor._backward_hooks or {}).values()
-            if isinstance(hook, AccumulationHook)
-        ]
+        of_each = [getattr(tensor, "_backward_hooks", None) or {} for tensor in tensors]
+        hooks = [hook for each in of_each for hook in each.values()]
+        found = [hook for hook in hooks if isinstance(hook, AccumulationHook)]
         # Set on the hook and not in this thread: another one may run it.
         for hook in found:
             hook._paused = True

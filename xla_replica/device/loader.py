@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xla_replica.common.trees import map_tensors
-from xla_replica.device.device_traits import traits
 
 if TYPE_CHECKING:
     from xla_replica.backends.replica import Replica
@@ -48,17 +47,17 @@ def load_ahead(
         replica: Whose device it is.
         batches: Any iterable. A sampler of ours, in a ``DataLoader`` or bare, has a
             ``ledger`` of what it deals, or may say ``ends_graphs``.
-        prefetch: How many batches may wait on the device.
+        prefetch: How many batches may wait on the device; for a GPU they wait in pinned
+            memory, and are copied when their turn has come.
     """
     if replica.is_primary:
         _warn_of_slow_workers(batches)
-    copies = StreamCopies(replica.device) if replica.has_streams else None
 
     def ahead(batches: Iterable[Any]) -> Iterable[Any]:
         if replica.is_host:  # they are there already
             return batches
-        if copies is not None:
-            return DeviceLoader(batches, copies.send, prefetch, copies.receive)
+        if replica.has_streams:
+            return DeviceLoader(batches, pinned, prefetch, replica.send)
         return DeviceLoader(batches, replica.send, prefetch)
 
     sampler = getattr(batches, "batch_sampler", None)
@@ -173,44 +172,15 @@ class CutBatches(_Loader):
         self.sync()
 
 
-class StreamCopies:
-    """Copies batches to a GPU while it trains, as `DeviceLoader` sends and receives.
+def pinned(batch: Any) -> Any:
+    """Returns a batch in memory from which a copy to a GPU does not make the host wait.
 
-    From pinned memory, because a copy from other memory makes the host wait, and on a
-    stream of its own, because on the training's a copy waits for all work before it.
-
-    Args:
-        device: Where to; `DeviceTraits.has_streams` is true of its kind.
+    Sparse tensors, which cannot all be pinned, stay as they are, and so do those that
+    are on the GPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.Stream(device)
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        is_dense = tensor.layout == torch.strided
+        return tensor.pin_memory() if is_dense and tensor.is_cpu else tensor
 
-    def send(self, batch: Any) -> tuple[Any, torch.Event]:
-        """Begins to copy; returns the batch, and an event for when it is there."""
-        with self._stream:
-            sent = map_tensors(batch, self._copy)
-            return sent, self._stream.record_event()
-
-    def receive(self, sent: tuple[Any, torch.Event]) -> Any:
-        """Returns the batch, for use on the stream of the calling thread."""
-        batch, copied = sent
-        stream = torch.accelerator.current_stream(self._device)
-        stream.wait_event(copied)
-
-        def take(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.layout != torch.strided:
-                return tensor.to(self._device)
-            # Else its memory could be the next batch's while it is still read.
-            tensor.record_stream(stream)
-            return tensor
-
-        return map_tensors(batch, take)
-
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout != torch.strided:  # sparse ones cannot all be pinned
-            return tensor
-        if traits(tensor).is_host:
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)
+    return map_tensors(batch, pin)

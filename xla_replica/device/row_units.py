@@ -65,8 +65,6 @@ class RowUnits:
         self._peak: torch.Tensor
         self._base: torch.Tensor
         self._bits = 0
-        self._scale: Any = 1.0
-        self._limit: Any = 0.0
         self._saved: NamedTensors = {}
         self.extend({})
 
@@ -82,7 +80,6 @@ class RowUnits:
         owner = owner.repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
         self._sizes, self._owner = sizes, self.replica.send(owner)
         self.seen = torch.zeros(end).to(self.replica.device)
-        self.up = torch.zeros(end, 1).to(self.replica.device)
         self.load_state_dict({**self._saved, **saved})
 
     def begin(self, num_minibatches: int) -> None:
@@ -94,11 +91,9 @@ class RowUnits:
             more, self._bits = bits - LEAST_BITS, bits
             growth = min(more, (more + 1) // 2 + 1)
             numbers = 2.0 ** (more - growth), 2.0 ** (LEAST_BITS + growth)
-            # A lazy device would compile a program for each number.
-            scalars: Any = map(self.replica.scalar, numbers)
-            self._scale, self._limit = scalars if self.is_lazy else numbers
+            self._scale, self._limit = map(self.replica.scalar, numbers)
         if not self.is_lazy:
-            torch.mul(self._base, self._scale, out=self.up)
+            self.up = self._base * self._scale
 
     def up_of(self, rows: slice) -> torch.Tensor:
         """Returns ``(r, 1)``: what some rows are multiplied by."""
@@ -126,9 +121,9 @@ class RowUnits:
 
         Takes in its largest numbers.
         """
-        is_host, by_row = self.replica.is_host, (self.up[rows], self.seen[rows])
-        for (part, into), (up, seen) in self.pieces((value, target), by_row):
-            if is_host:  # where the norm is slow
+        parts = self.pieces(value, target, self.up[rows], self.seen[rows])
+        for part, into, up, seen in parts:
+            if self.replica.is_host:  # where the norm is slow
                 scaled = part.abs()
                 largest = scaled.amax(1)
             else:
@@ -136,18 +131,14 @@ class RowUnits:
             torch.maximum(seen, largest, out=seen)
             yield into, torch.mul(part, up, out=scaled).round_()
 
-    def pieces(
-        self, tensors: Tensors, by_row: Tensors
-    ) -> Iterator[tuple[Tensors, Tensors]]:
-        """Yields parts that a CPU's caches hold, and what there is for their rows."""
-        if not self.replica.is_host or tensors[0].numel() <= _CACHED:
-            yield tensors, by_row
+    def pieces(self, *by_row: torch.Tensor) -> Iterator[Tensors]:
+        """Yields tensors by some rows each, of the first what a CPU's caches hold."""
+        first = by_row[0]
+        if not self.replica.is_host or first.numel() <= _CACHED:
+            yield by_row
             return
-        num_rows = max(1, _CACHED // tensors[0].shape[1])
-        for parts in zip(*(each.split(num_rows) for each in (*tensors, *by_row))):
-            of_tensors, of_rows = parts[: len(tensors)], parts[len(tensors) :]
-            for pieces in zip(*(each.split(_CACHED, 1) for each in of_tensors)):
-                yield pieces, of_rows
+        num_rows = max(1, _CACHED // first.shape[1])
+        yield from zip(*(each.split(num_rows) for each in by_row))
 
     def end_minibatch(self) -> None:
         """Takes in, on a lazy device, the largest numbers of a minibatch."""
@@ -326,12 +317,9 @@ class RowTotal:
             low = high.float() * 2.0**_CARRY_BITS + low.float()
         if self._units.is_lazy or not result.is_contiguous():
             return result.copy_((low.float() / by_row).view(result.shape))
-        pairs = low, result.view(low.shape)
-        for (part, mean), [divisor] in self._units.pieces(pairs, [by_row]):
-            if result.dtype == torch.float32:
-                torch.div(part, divisor, out=mean)
-            else:
-                mean.copy_(part / divisor)
+        parts = self._units.pieces(low, result.view(low.shape), by_row)
+        for part, mean, divisor in parts:
+            torch.div(part, divisor, out=mean)
         return result
 
     def zero_(self) -> None:

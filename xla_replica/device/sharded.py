@@ -21,6 +21,13 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def local(tensor: Any) -> torch.Tensor:
+    """Returns what this process holds of a tensor, which may be empty."""
+    with torch.no_grad():
+        own: torch.Tensor = tensor.to_local().detach() if is_sharded(tensor) else tensor
+    return own
+
+
 def whole(tensor: Any) -> torch.Tensor:
     """Returns all numbers of a tensor, on every process that has a part. Collective."""
     full: torch.Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
@@ -34,11 +41,7 @@ def parts_of(state: Any) -> tuple[Any, list[Any]]:
     each that is no DTensor.
     """
     shapes = [[*each.shape] if is_sharded(each) else None for each in tensors_in(state)]
-
-    def part(tensor: Any) -> Any:
-        return tensor.to_local() if is_sharded(tensor) else tensor
-
-    return map_tensors(state, part), shapes
+    return map_tensors(state, local), shapes
 
 
 def joined_parts(
