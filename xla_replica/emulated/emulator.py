@@ -38,7 +38,7 @@ from xla_replica.device import explicit_precision
 from xla_replica.device.seeding import own_draws
 from xla_replica.emulated import compiling, own_process
 from xla_replica.emulated.compiling import replace
-from xla_replica.emulated.rendezvous import Rendezvous, Round, shown
+from xla_replica.emulated.rendezvous import Rendezvous, shown
 from xla_replica.errors import ReplicaError
 
 _COLLECTIVES = "all_reduce all_gather reduce_scatter all_to_all collective_permute"
@@ -121,22 +121,22 @@ class Emulator:
             self._run_pending(rank)
         collectives, self._pending[rank] = self._pending[rank], []
         self._wait(rank)  # cure 3
-        here, first = None, shown(collectives[0]) if collectives else ""
+        first = shown(collectives[0]) if collectives else ""
         if collectives:
             self._report(rank, f"waiting for its peers in {first}")
-            here = self._rendezvous.meet(rank, collectives)
+            self._rendezvous.meet(rank, collectives)
             self._report(rank, f"running the graph with {first}")
         with self._compiling:  # cure 1
-            before = counters.snapshot().compilations if here else 0
+            before = counters.snapshot().compilations if collectives else 0
             start(*args, **kwargs, wait=False)
-            if here:
+            if collectives:
                 compiled = counters.snapshot().compilations > before
-                self._check_same_program(rank, here, compiled, first)
+                self._check_same_program(rank, compiled, first)
         self._wait(rank)  # cure 4: nothing is dropped while it runs
-        if here:
+        if collectives:
             # Until then a peer that has yet to dispatch counts compilations, and this
             # replica's next one, a read in C++ say, would be taken for it.
-            here.all_dispatched.wait(self._rendezvous.timeout)
+            self._rendezvous.all_dispatched.wait(self._rendezvous.timeout)
             self._report(rank, f"past {first}")
 
     def _compile(self, compile_only: Callable[..., Any], *args: Any) -> Any:
@@ -164,10 +164,9 @@ class Emulator:
         with self._compiling:
             yield
 
-    def _check_same_program(
-        self, rank: int, here: Round, compiled: bool, first: str
-    ) -> None:
+    def _check_same_program(self, rank: int, compiled: bool, first: str) -> None:
         """Raises if this replica compiled a graph that its peers have dispatched."""
+        here = self._rendezvous
         if compiled and here.num_dispatched:
             raise ReplicaError(
                 f"replica {rank} compiled another program than its peers for the graph "
@@ -178,7 +177,7 @@ class Emulator:
                 rank,
             )
         here.num_dispatched += 1
-        if here.num_dispatched == self._rendezvous.num_replicas:
+        if here.num_dispatched == here.num_replicas:
             here.all_dispatched.set()
 
     def _wait(self, rank: int) -> None:

@@ -6,7 +6,6 @@ told, and nobody leads.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import hmac
 from collections.abc import Mapping
@@ -17,8 +16,7 @@ from xla_replica.errors import ReplicaError, Superseded
 _NEW = (0, "")
 
 
-@dataclasses.dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """What a member brings when members meet. Plain numbers and texts.
 
     Attributes:
@@ -72,17 +70,6 @@ class Generation(NamedTuple):
     members: tuple[str, ...]
     offers: tuple[Offer, ...]
     refused: dict[str, str]
-
-    def plain(self) -> dict[str, Any]:
-        """Returns it without objects of our own."""
-        offers = [dataclasses.asdict(offer) for offer in self.offers]
-        return {**self._asdict(), "offers": offers}
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Generation:
-        """Returns what `plain` has returned."""
-        offers = tuple(Offer(**offer) for offer in plain["offers"])
-        return cls(**{**plain, "offers": offers})
 
 
 def prove(token: str, member: str) -> str:

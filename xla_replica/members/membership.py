@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import logging
 import os
 import re
@@ -289,7 +288,7 @@ class Membership:
             store_address=offer.store,
             step=0,
             world_size=1,
-            data=dataclasses.asdict(offer),
+            data=offer._asdict(),
         )
         seconds = 0.0
         while True:
@@ -418,8 +417,7 @@ def _new_id() -> str:
 
 def _read(data: Mapping[str, Any] | None) -> Offer:
     """Returns an offer as it came through JSON."""
-    names = {field.name for field in dataclasses.fields(Offer)}
-    values = {name: v for name, v in (data or {}).items() if name in names}
+    values = {name: v for name, v in (data or {}).items() if name in Offer._fields}
     for name in {"generation", "mark"} & {*values}:
         values[name] = tuple(values[name])
     return Offer(**{"proof": "", "store": "", "settings": {}, **values})

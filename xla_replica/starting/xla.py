@@ -190,16 +190,20 @@ _STATUS_BYTES = 400
 
 
 class EmulatedRuntime(Runtime):
-    """One child, in which each replica is a thread."""
+    """One child, in which each replica is a thread.
+
+    Attributes:
+        as_tpu: Whether ``xm.xla_device_hw`` says that the devices are those of a TPU.
+    """
 
     causes: Mapping[int, str] = {
         -signal.SIGABRT: "XLA aborts when replicas that run different programs have "
         "waited 15 s for each other in a collective"
     }
 
-    def __init__(self, num_replicas: int, timeout: float) -> None:
+    def __init__(self, num_replicas: int, timeout: float, as_tpu: bool = False) -> None:
         super().__init__(num_replicas, timeout)
-        self.num_processes = 1
+        self.num_processes, self.as_tpu = 1, as_tpu
         self.variables = environment(num_replicas)
         self._doing = [
             RawArray(ctypes.c_char, _STATUS_BYTES) for _ in range(num_replicas)
@@ -218,6 +222,10 @@ class EmulatedRuntime(Runtime):
         torch.set_num_threads(1)
         # Before the user's module is imported: it may take names from torch_xla.
         self._emulator = Emulator(self.num_replicas, self.timeout, self._report)
+        if self.as_tpu:
+            import torch_xla.core.xla_model as xm
+
+            xm.xla_device_hw = lambda device: "TPU"
 
     def run(self, number: int, run: Callable[[], None]) -> None:
         from torch_xla._internal import pjrt
