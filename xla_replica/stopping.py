@@ -27,11 +27,8 @@ from xla_replica.loader_workers import spare_workers
 logger = logging.getLogger(__name__)
 
 # Some schedulers send others before a job's time is up.
-SIGNALS = tuple(
-    getattr(signal, name)
-    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)  # not all on Windows
-)
+_PASSED_ON = "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"
+SIGNALS = tuple(n for n in signal.Signals if n.name in _PASSED_ON)  # Windows lacks some
 # Ctrl-C reaches parent and child, and the parent passes it on: signals within this time
 # are copies of one.
 DUPLICATE_SECONDS = 1.0

@@ -82,9 +82,9 @@ class Runtime:
 
     # --- in the parent --------------------------------------------------------------
 
-    def death(self, number: int, how: str) -> ReplicaError:
-        """Returns the error that says ``how`` process ``number`` has ended."""
-        return ReplicaError(f"replica {number} {how}", number)
+    def death(self, how: str, *numbers: int) -> ReplicaError:
+        """Returns the error that says ``how`` the process of this number has ended."""
+        return ReplicaError(f"replica {numbers[0]} {how}", numbers[0])
 
     def late(self) -> ReplicaError | None:
         """Returns the error that ends the run of late replicas; asked every second."""
@@ -158,9 +158,9 @@ def _first_death(
             if code and ".failure" not in said:
                 kind = "exit status" if code > 0 else "signal"
                 cause = f": {runtime.causes[code]}" if code in runtime.causes else ""
-                return runtime.death(number, f"died ({kind} {abs(code)}{cause})")
+                return runtime.death(f"died ({kind} {abs(code)}{cause})", number)
             if not said:  # as by os._exit(0)
-                return runtime.death(number, "exited before its function returned")
+                return runtime.death("exited before its function returned", number)
         _, _, error = failure = _first_failure(folder)
         if any(failure) and not (ended and isinstance(error, ReplicaError)):
             return None

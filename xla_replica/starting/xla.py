@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
@@ -117,8 +117,10 @@ class TpuRuntime(Runtime):
         self._returned = RawArray(ctypes.c_double, self.num_processes)
         self._is_logged = False
 
-    def death(self, number: int, how: str) -> ReplicaError:
-        return self._error([number], how)
+    def death(self, how: str, *numbers: int) -> ReplicaError:
+        names = " and ".join(map(self._name, numbers)) or "another host's replica"
+        ranks = [self._ranks[number] for number in numbers if self._ranks[number] >= 0]
+        return ReplicaError(f"{names} {how}", ranks[0] if ranks else None)
 
     def late(self) -> ReplicaError | None:
         if not self._is_logged and -1 not in self._ranks:
@@ -136,16 +138,11 @@ class TpuRuntime(Runtime):
             if not (late and last_return and now - last_return > self.timeout):
                 return None
             goal = "return after its peers"
-        return self._error(
-            late,
+        return self.death(
             f"did not {goal} within {self.timeout:g} s, or replicas run different "
             "programs. If one is only slow, raise launch(timeout=)",
+            *late,
         )
-
-    def _error(self, numbers: Sequence[int], how: str) -> ReplicaError:
-        names = " and ".join(map(self._name, numbers)) or "another host's replica"
-        ranks = [self._ranks[number] for number in numbers if self._ranks[number] >= 0]
-        return ReplicaError(f"{names} {how}", ranks[0] if ranks else None)
 
     def _name(self, number: int) -> str:
         rank = self._ranks[number]
@@ -209,7 +206,7 @@ class EmulatedRuntime(Runtime):
             RawArray(ctypes.c_char, _STATUS_BYTES) for _ in range(num_replicas)
         ]
 
-    def death(self, number: int, how: str) -> ReplicaError:
+    def death(self, how: str, *numbers: int) -> ReplicaError:
         seen = "; ".join(
             f"replica {rank}: {text.value.decode(errors='replace') or 'not started'}"
             for rank, text in enumerate(self._doing)
