@@ -2,14 +2,14 @@
 
 A chip's replica is a process, and emulated ones are threads of one: the number of
 XLA:CPU devices is fixed when the runtime starts, and a broken collective ends the
-process, so every run has a new one. What a replica waits for, or was last doing, is
-kept in shared memory, where it outlives an abort.
+process, so every run has a new one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import importlib.util
 import logging
@@ -183,8 +183,6 @@ class TpuRuntime(Runtime):
 
 # --- emulated replicas --------------------------------------------------------------
 
-_STATUS_BYTES = 400
-
 
 class EmulatedRuntime(Runtime):
     """One child, in which each replica is a thread.
@@ -202,23 +200,18 @@ class EmulatedRuntime(Runtime):
         super().__init__(num_replicas, timeout)
         self.num_processes, self.as_tpu = 1, as_tpu
         self.variables = environment(num_replicas)
-        self._doing = [
-            RawArray(ctypes.c_char, _STATUS_BYTES) for _ in range(num_replicas)
-        ]
 
     def death(self, how: str, *numbers: int) -> ReplicaError:
-        seen = "; ".join(
-            f"replica {rank}: {text.value.decode(errors='replace') or 'not started'}"
-            for rank, text in enumerate(self._doing)
-        )
         return ReplicaError(
-            f"the process of the emulated replicas {how}. Last seen: {seen}"
+            f"the process of the emulated replicas {how}. If nobody has killed it, "
+            "standard error says where each of them was"
         )
 
     def prepare(self, number: int) -> None:
         torch.set_num_threads(1)
+        faulthandler.enable()  # XLA aborts without an exception
         # Before the user's module is imported: it may take names from torch_xla.
-        self._emulator = Emulator(self.num_replicas, self.timeout, self._report)
+        self._emulator = Emulator(self.num_replicas, self.timeout)
         if self.as_tpu:
             import torch_xla.core.xla_model as xm
 
@@ -231,13 +224,8 @@ class EmulatedRuntime(Runtime):
 
     @contextlib.contextmanager
     def replica(self, number: int, folder: str) -> Iterator[XlaReplica]:
-        with self._emulator.replica() as rank:
-            self._report(rank, "computing")
+        with self._emulator.replica():
             yield XlaReplica(f"emulated on the CPU, {self.num_replicas} threads")
-
-    def _report(self, rank: int, text: str) -> None:
-        """Keeps what replica ``rank`` is doing now."""
-        self._doing[rank].value = text.encode()[: _STATUS_BYTES - 1]
 
 
 # --- the row ------------------------------------------------------------------------
