@@ -99,10 +99,7 @@ def next_generation(
     known = {m: offer for m, offer in offers.items() if m not in refused}
     run_differs = any(not offers[member].is_new for member in refused)
     if known[me].is_new and (run_differs or (refused and len(known) == 1)):
-        raise ReplicaError(
-            f"{len(refused)} of {len(offers)} members do not have this member's token: "
-            "set LIVE_TOKEN to the same text for all of them"
-        )
+        refused[me] = f"its LIVE_TOKEN is not that of {len(refused)} other members"
     last = _last_generation(known)
     if known[me].generation not in (last, _NEW):
         raise Superseded(
