@@ -303,6 +303,6 @@ def _number(name: int | str) -> int:
         if name in (known, number) and known not in ("SIGKILL", "SIGSTOP"):
             return int(number)
     raise ValueError(
-        f"catch_signals: {name!r} is not a signal that can be caught here; allowed is a "
-        "sequence of names such as 'SIGTERM' and of their numbers"
+        f"catch_signals: {name!r} is not a signal that can be caught here; allowed is "
+        "a sequence of names such as 'SIGTERM' and of their numbers"
     )
