@@ -49,9 +49,8 @@ from xla_replica.stopping import SIGNALS, forwarding, listening
 logger = logging.getLogger(__name__)
 
 _IMPORTED = ["torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.nn"]
-if importlib.util.find_spec("torch_xla") is not None:
-    # Most of what importing it takes: a part of torch for its bridge to dynamo.
-    _IMPORTED.append("torch._inductor.fx_passes.post_grad")
+# Most of what importing torch_xla takes: a part of torch for its bridge to dynamo.
+_IMPORTED_BY_TORCH_XLA = "torch._inductor.fx_passes.post_grad"
 # A signal to the process group is meant for the replicas too. The server, in the same
 # group, must outlive them, because it reports how they ended.
 _FOR_REPLICAS = frozenset(SIGNALS) - {signal.SIGINT}  # which it ignores
@@ -395,6 +394,8 @@ def _context(start_method: str) -> BaseContext:
     if start_method == "spawn" or sys.platform != "linux":
         return mp.get_context("spawn")
     with blocked(_FOR_REPLICAS):
-        forkserver.set_forkserver_preload(_IMPORTED)
+        has_xla = importlib.util.find_spec("torch_xla") is not None
+        more = [_IMPORTED_BY_TORCH_XLA] if has_xla else []
+        forkserver.set_forkserver_preload([*_IMPORTED, *more])
         forkserver.ensure_running()
     return mp.get_context("forkserver")
