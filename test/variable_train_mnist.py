@@ -75,8 +75,6 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
     replica = xla_replica.current()  # elastic
     # Replicas may run in other processes, where torch_xla has set logging up.
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=replica.is_lazy)
-    if args.checkpoint:  # elastic: so that no start but the first has to compile
-        xla_replica.keep_programs(Path(args.checkpoint, "programs"))
     data = handwritten_digits.load(args.dataset, args.data_dir)
     with replica.seeded(args.seed):  # elastic: the same weights on every replica
         model = ConvNet(data.train_images.shape[-1])

@@ -30,7 +30,6 @@ from xla_replica.errors import MemberLost, ReplicaError, Stopped, Superseded
 from xla_replica.members.supervisor import lighthouse
 from xla_replica.starting import distributed, live, xla  # noqa: F401  the rows
 from xla_replica.starting.launcher import default_num_replicas, launch
-from xla_replica.starting.torch_tpu import keep_programs
 from xla_replica.stopping import (
     StopRequest,
     catch_signals,
@@ -43,8 +42,8 @@ __all__ = [
     "DeviceTraits", "Job", "LocalReplica", "MemberLost", "Replica", "ReplicaError",
     "StopRequest", "Stopped", "Superseded", "add_gradients", "backward",
     "catch_signals", "comparable", "computed_once", "count", "current",
-    "default_num_replicas", "full_matmul_precision", "grad", "is_sharded",
-    "keep_programs", "launch", "lazy_operation", "lighthouse", "refuse_sharded",
-    "register_backend", "register_device", "request_stop", "seeded", "stop_requested",
-    "traits", "where_finite",
+    "default_num_replicas", "full_matmul_precision", "grad", "is_sharded", "launch",
+    "lazy_operation", "lighthouse", "refuse_sharded", "register_backend",
+    "register_device", "request_stop", "seeded", "stop_requested", "traits",
+    "where_finite",
 ]  # fmt: skip

@@ -23,9 +23,6 @@ class ReplicaError(RuntimeError):
         super().__init__(message)
         self.rank = rank
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.args[0], self.rank)
-
 
 class MemberLost(ReplicaError):
     """A member of a live run has died, hangs or has left, in a collective.

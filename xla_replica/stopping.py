@@ -27,11 +27,8 @@ from xla_replica.loader_workers import spare_workers
 logger = logging.getLogger(__name__)
 
 # Some schedulers send others before a job's time is up.
-SIGNALS = tuple(
-    getattr(signal, name)
-    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)  # not all on Windows
-)
+_PASSED_ON = "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"
+SIGNALS = tuple(n for n in signal.Signals if n.name in _PASSED_ON)  # Windows lacks some
 # Ctrl-C reaches parent and child, and the parent passes it on: signals within this time
 # are copies of one.
 DUPLICATE_SECONDS = 1.0
@@ -126,12 +123,9 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
             as emulated ones are.
 
     Raises:
-        TypeError: ``signals`` is not a sequence.
         ValueError: A signal does not exist or cannot be caught; or nothing listens for
             it, and this is not the main thread, which alone could begin to.
     """
-    kinds = list, tuple, set, frozenset
-    check_type("signals", signals, kinds, "a sequence such as ('SIGTERM',)")
     numbers = frozenset(map(_number, signals))
     unheard = numbers - _process.installed.keys()
     if not _is_main_thread():  # nohup's promise: a signal that it ignores stays so
@@ -309,6 +303,6 @@ def _number(name: int | str) -> int:
         if name in (known, number) and known not in ("SIGKILL", "SIGSTOP"):
             return int(number)
     raise ValueError(
-        f"catch_signals: {name!r} is not a signal that can be caught here; allowed are "
-        "names such as 'SIGTERM' and their numbers"
+        f"catch_signals: {name!r} is not a signal that can be caught here; allowed is "
+        "a sequence of names such as 'SIGTERM' and of their numbers"
     )

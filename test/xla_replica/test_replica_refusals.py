@@ -19,7 +19,6 @@ REFUSED = {
         ("^scalar: ", LOCAL.scalar, torch.ones(1)),
         ("^scalar: ", LOCAL.scalar, "1"),
         ("reason must be a string, got 7", request_stop, 7),
-        (r"must be a sequence such as \('SIGTERM',\), got", CATCH, "SIGTERM"),
     ],
     ValueError: [
         ("device must be one of .*'accelerator'.*'cuda'", launch, print, (), 1, "cuda"),
@@ -37,6 +36,7 @@ REFUSED = {
         ("^scalar: ", LOCAL.scalar, 0.5, torch.bool),
         ("exit_status must be .* <= 255, got 256", request_stop, "why", 256),
         ("'SIGTREM' is not a signal that can be", CATCH, ["SIGTREM"]),
+        ("'S' is not .* allowed is a sequence of names", CATCH, "SIGTERM"),
         ("1000 is not a signal that can be", CATCH, [1000]),
         ("'SIGKILL' is not a signal that can be", CATCH, ["SIGKILL"]),
     ],

@@ -38,7 +38,7 @@ from xla_replica.device import explicit_precision
 from xla_replica.device.seeding import own_draws
 from xla_replica.emulated import compiling, own_process
 from xla_replica.emulated.compiling import replace
-from xla_replica.emulated.rendezvous import Rendezvous, Round, shown
+from xla_replica.emulated.rendezvous import Rendezvous, shown
 from xla_replica.errors import ReplicaError
 
 _COLLECTIVES = "all_reduce all_gather reduce_scatter all_to_all collective_permute"
@@ -57,20 +57,14 @@ def environment(num_replicas: int) -> dict[str, str]:
 
 
 class Emulator:
-    """Patches torch_xla in a process that has the variables of `environment`.
+    """Patches torch_xla in a process that has the variables of `environment`."""
 
-    ``report(rank, text)`` is called when what a replica is doing changes.
-    """
-
-    def __init__(
-        self, num_replicas: int, timeout: float, report: Callable[[int, str], None]
-    ) -> None:
+    def __init__(self, num_replicas: int, timeout: float) -> None:
         import torch_xla
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
 
         self._rendezvous = Rendezvous(num_replicas, timeout)
-        self._report = report
         self._torch_xla, self._xr = torch_xla, xr
         self._c = native = torch_xla._XLAC
         self._compiling = threading.RLock()  # only one thread compiles at a time
@@ -86,8 +80,8 @@ class Emulator:
         own_process.install()
 
     @contextlib.contextmanager
-    def replica(self) -> Iterator[int]:
-        """Makes the calling thread, whose device is set, a replica; yields its rank."""
+    def replica(self) -> Iterator[None]:
+        """Makes the calling thread, whose device is set, a replica."""
         rank = self._xr.global_ordinal()
         self._rendezvous.enter(rank)
         self._alive.append(torch.zeros(1).to(self._torch_xla.device()))  # cure 5
@@ -95,9 +89,8 @@ class Emulator:
         of_threads = functools.partial(_CallGuard, self, None)
         own_process.begin_replica(device, of_threads)
         with _CallGuard(self, rank):
-            yield rank
+            yield
             self._torch_xla.sync()
-        self._report(rank, "returned")
         self._rendezvous.leave(rank)
 
     def _announce(self, trace: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -106,9 +99,7 @@ class Emulator:
             kwargs["pin_layout"] = False  # pinned, graphs differ between replicas
             args = args[:4]
         collective = _call(trace.__name__, args, kwargs)
-        rank = self._xr.global_ordinal()
-        self._pending[rank].append(collective)
-        self._report(rank, f"computing, with {shown(collective)} to be run")
+        self._pending[self._xr.global_ordinal()].append(collective)
         return trace(*args, **kwargs)
 
     def _start(self, start: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -121,23 +112,19 @@ class Emulator:
             self._run_pending(rank)
         collectives, self._pending[rank] = self._pending[rank], []
         self._wait(rank)  # cure 3
-        here, first = None, shown(collectives[0]) if collectives else ""
         if collectives:
-            self._report(rank, f"waiting for its peers in {first}")
-            here = self._rendezvous.meet(rank, collectives)
-            self._report(rank, f"running the graph with {first}")
+            self._rendezvous.meet(rank, collectives)
         with self._compiling:  # cure 1
-            before = counters.snapshot().compilations if here else 0
+            before = counters.snapshot().compilations if collectives else 0
             start(*args, **kwargs, wait=False)
-            if here:
+            if collectives:
                 compiled = counters.snapshot().compilations > before
-                self._check_same_program(rank, here, compiled, first)
+                self._check_same_program(rank, compiled, shown(collectives[0]))
         self._wait(rank)  # cure 4: nothing is dropped while it runs
-        if here:
+        if collectives:
             # Until then a peer that has yet to dispatch counts compilations, and this
             # replica's next one, a read in C++ say, would be taken for it.
-            here.all_dispatched.wait(self._rendezvous.timeout)
-            self._report(rank, f"past {first}")
+            self._rendezvous.all_dispatched.wait(self._rendezvous.timeout)
 
     def _compile(self, compile_only: Callable[..., Any], *args: Any) -> Any:
         """Lowers or compiles what holds no collective, under the lock."""
@@ -164,10 +151,9 @@ class Emulator:
         with self._compiling:
             yield
 
-    def _check_same_program(
-        self, rank: int, here: Round, compiled: bool, first: str
-    ) -> None:
+    def _check_same_program(self, rank: int, compiled: bool, first: str) -> None:
         """Raises if this replica compiled a graph that its peers have dispatched."""
+        here = self._rendezvous
         if compiled and here.num_dispatched:
             raise ReplicaError(
                 f"replica {rank} compiled another program than its peers for the graph "
@@ -178,7 +164,7 @@ class Emulator:
                 rank,
             )
         here.num_dispatched += 1
-        if here.num_dispatched == self._rendezvous.num_replicas:
+        if here.num_dispatched == here.num_replicas:
             here.all_dispatched.set()
 
     def _wait(self, rank: int) -> None:
@@ -200,11 +186,6 @@ _FETCHES = {
     if callable(getattr(owner, name, None))
     and (owner is torch.Tensor or name[0] != "_")
 }
-# These do with some arguments, see `_fetches`.
-_MAY_FETCH = {
-    _TENSOR.copy_, _TENSOR.to, _TENSOR.__getitem__, _TENSOR.__setitem__, _TENSOR.where,
-    torch.where,
-}  # fmt: skip
 
 
 class _CallGuard(TorchFunctionMode):
@@ -240,8 +221,8 @@ class _CallGuard(TorchFunctionMode):
 
 def _fetches(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Returns whether a call reads the device."""
-    if func in _FETCHES or func not in _MAY_FETCH:
-        return func in _FETCHES and any(_on_xla(value) for value in args)
+    if func in _FETCHES:
+        return any(_on_xla(value) for value in args)
     if func is _TENSOR.to:
         target: Any = kwargs.get("device", args[1] if len(args) > 1 else None)
         target = getattr(target, "device", target)
@@ -251,10 +232,9 @@ def _fetches(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return len(args) + len(kwargs) == 1  # the positions of the true elements
     if func is _TENSOR.__getitem__:
         return _on_xla(args[0]) and bool(tensors_in(args[1]))
-    # copy_ and item assignment, into a tensor on the host
-    return not _on_xla(args[0]) or (
-        func is _TENSOR.__setitem__ and bool(tensors_in(args[1]))
-    )
+    if func is _TENSOR.__setitem__ and tensors_in(args[1]):
+        return True
+    return func in (_TENSOR.copy_, _TENSOR.__setitem__) and not _on_xla(args[0])
 
 
 def _on_xla(value: Any) -> bool:

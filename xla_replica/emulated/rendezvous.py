@@ -26,20 +26,16 @@ def shown(call: str) -> str:
     return textwrap.shorten(call, 200, placeholder=" ...)")
 
 
-class Round:
-    """What follows one meeting of all replicas."""
-
-    def __init__(self, error: ReplicaError | None) -> None:
-        self.error = error  # what all raise, if they disagree
-        # How many have dispatched their graph; guarded by the lock around compilation.
-        self.num_dispatched = 0
-        self.all_dispatched = threading.Event()
-
-
 class Rendezvous:
     """Lets replica threads through when all of them have come with equal collectives.
 
-    The first to come waits ``timeout`` seconds for the last.
+    The first to come waits ``timeout`` seconds for the last. Nobody comes to the next
+    meeting before all have dispatched the graph of this one.
+
+    Attributes:
+        num_dispatched: How many have since they last met. The lock around compilation
+            guards it.
+        all_dispatched: Is set when all have.
     """
 
     def __init__(self, num_replicas: int, timeout: float) -> None:
@@ -49,6 +45,8 @@ class Rendezvous:
         # By rank: the calls of collectives that it has traced, and not run.
         self._arrived: dict[int, tuple[str, ...]] = {}
         self._threads: dict[int, int] = {}
+        self._error: ReplicaError | None = None  # what all raise, if they disagree
+        self.num_dispatched, self.all_dispatched = 0, threading.Event()
 
     def enter(self, rank: int) -> None:
         """Registers the calling thread as replica ``rank``."""
@@ -58,7 +56,7 @@ class Rendezvous:
         """Blocks until all replicas have returned as ``rank`` has; raises if not."""
         self.meet(rank, [_END])
 
-    def meet(self, rank: int, collectives: Sequence[str]) -> Round:
+    def meet(self, rank: int, collectives: Sequence[str]) -> None:
         """Blocks until every replica has come, and raises unless they agree."""
         if not self._barrier.broken:  # else it is late
             self._arrived[rank] = tuple(collectives)
@@ -66,15 +64,14 @@ class Rendezvous:
             self._barrier.wait()
         except threading.BrokenBarrierError:
             raise self._late() from None
-        here = self._round
-        if here.error is not None:
-            raise here.error
-        return here
+        if self._error is not None:
+            raise self._error
 
     def _begin_round(self) -> None:
         """Compares what all have brought; the last to come does, for all."""
-        self._round = Round(_disagreement(self._arrived))
-        self._arrived = {}
+        self._error, self._arrived = _disagreement(self._arrived), {}
+        self.num_dispatched = 0
+        self.all_dispatched.clear()
 
     def _late(self) -> ReplicaError:
         """Returns the error that names the late replicas, with their stacks."""

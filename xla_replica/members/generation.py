@@ -6,7 +6,6 @@ told, and nobody leads.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import hmac
 from collections.abc import Mapping
@@ -17,8 +16,7 @@ from xla_replica.errors import ReplicaError, Superseded
 _NEW = (0, "")
 
 
-@dataclasses.dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """What a member brings when members meet. Plain numbers and texts.
 
     Attributes:
@@ -73,17 +71,6 @@ class Generation(NamedTuple):
     offers: tuple[Offer, ...]
     refused: dict[str, str]
 
-    def plain(self) -> dict[str, Any]:
-        """Returns it without objects of our own."""
-        offers = [dataclasses.asdict(offer) for offer in self.offers]
-        return {**self._asdict(), "offers": offers}
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Generation:
-        """Returns what `plain` has returned."""
-        offers = tuple(Offer(**offer) for offer in plain["offers"])
-        return cls(**{**plain, "offers": offers})
-
 
 def prove(token: str, member: str) -> str:
     """Returns what shows that a member knows the token, without telling it."""
@@ -112,10 +99,7 @@ def next_generation(
     known = {m: offer for m, offer in offers.items() if m not in refused}
     run_differs = any(not offers[member].is_new for member in refused)
     if known[me].is_new and (run_differs or (refused and len(known) == 1)):
-        raise ReplicaError(
-            f"{len(refused)} of {len(offers)} members do not have this member's token: "
-            "set LIVE_TOKEN to the same text for all of them"
-        )
+        refused[me] = f"its LIVE_TOKEN is not that of {len(refused)} other members"
     last = _last_generation(known)
     if known[me].generation not in (last, _NEW):
         raise Superseded(

@@ -12,7 +12,11 @@ import torch
 
 from xla_replica.backends.distributed import BUCKET_BYTES
 from xla_replica.backends.replica import Replica
+from xla_replica.members.generation import Generation, Offer
 from xla_replica.members.membership import store_at
+
+# For good, since the replicas of a slice may be threads, and load at one time.
+torch.serialization.add_safe_globals([Generation, Offer])
 
 
 def connect(store: Any, rank: int, size: int, host: str, timeout: float) -> Any:
@@ -35,7 +39,8 @@ def send_state(
 ) -> Any:
     """Returns the source's state, plain values with tensors, on all that call it.
 
-    It is loaded as a checkpoint is, without code. The others' is not read.
+    It is loaded as a checkpoint is, without code, and may have offers and generations.
+    The others' is not read.
 
     Args:
         state: The source's.

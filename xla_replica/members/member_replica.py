@@ -146,13 +146,13 @@ class MemberReplica(Replica):
             if self._membership:
                 try:
                     generation = self._membership.agree(mark, is_between)
-                    found = {"met": generation.plain(), "me": self._membership.id}
+                    found = {"met": generation, "me": self._membership.id}
                 except Stopped as error:
                     found = {"stopped": [error.reason, error.exit_status]}
             found = self._slice.share(found)
             if "stopped" in found:
                 raise Stopped(*found["stopped"])
-            self._take(Generation.of(found["met"]), found["me"])
+            self._take(found["met"], found["me"])
             try:
                 self.together([self._join] if self.brings else [])
                 return self.met

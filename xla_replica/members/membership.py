@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import logging
 import os
 import re
@@ -140,13 +139,8 @@ class Membership:
         Raises ReplicaError if there is none.
         """
         os.environ.setdefault("RUST_LOG", "warn")  # every request would be a line
-        try:
-            from torchft.coordination import LighthouseClient
-        except ImportError as error:
-            raise ReplicaError(
-                f"LIVE_LIGHTHOUSE={self._address} asks for members that come and go, "
-                "which needs torchft: pip install 'elastic-xla[live]'"
-            ) from error
+        from torchft.coordination import LighthouseClient
+
         try:
             place = urlsplit(self._address)
             with socket.create_connection((place.hostname, place.port), 10) as reached:
@@ -181,7 +175,8 @@ class Membership:
         self._store.delete_key(_HANGS)
         # The lighthouse answers without one that hangs after this patience, no sooner.
         tells_at = time.monotonic() + self._patience
-        offer = self._offer(mark, is_between, leaves)
+        brought: Any = {"mark": tuple(mark), "is_between": is_between, "leaves": leaves}
+        offer = self._offer()._replace(**brought)
         while True:
             offers = self._ask(offer)
             try:
@@ -196,7 +191,7 @@ class Membership:
                 self.id, self.generation = _new_id(), None
                 self._ignored.add(self.id)
                 self.was_silent = False
-                offer = self._offer(())
+                offer = self._offer()
                 continue
             if found is not None:
                 break
@@ -223,10 +218,8 @@ class Membership:
             self.generation = found
         return found
 
-    def _offer(
-        self, mark: tuple[int, ...], is_between: bool = False, leaves: str = ""
-    ) -> Offer:
-        """Returns what this member brings; see `Offer`."""
+    def _offer(self) -> Offer:
+        """Returns what this member brings beside what `agree` is given; see `Offer`."""
         last = self.generation
         return Offer(
             prove(self._token, self.id),
@@ -234,13 +227,10 @@ class Membership:
             self.settings,
             (last.number, last.lineage) if last else (0, ""),
             last.members.index(self.id) if last else 0,
-            tuple(mark),
-            is_between,
-            leaves,
-            self.was_silent,
-            self._num_replicas,
-            f"process {os.getpid()} on {socket.gethostname()}",
-            time.monotonic() < self._admits_at,
+            was_silent=self.was_silent,
+            num_replicas=self._num_replicas,
+            name=f"process {os.getpid()} on {socket.gethostname()}",
+            keeps_out=time.monotonic() < self._admits_at,
         )
 
     def _note_joiners(self, last: Generation, now: Generation, mark: Any) -> None:
@@ -289,7 +279,7 @@ class Membership:
             store_address=offer.store,
             step=0,
             world_size=1,
-            data=dataclasses.asdict(offer),
+            data=offer._asdict(),
         )
         seconds = 0.0
         while True:
@@ -418,8 +408,7 @@ def _new_id() -> str:
 
 def _read(data: Mapping[str, Any] | None) -> Offer:
     """Returns an offer as it came through JSON."""
-    names = {field.name for field in dataclasses.fields(Offer)}
-    values = {name: v for name, v in (data or {}).items() if name in names}
+    values = {name: v for name, v in (data or {}).items() if name in Offer._fields}
     for name in {"generation", "mark"} & {*values}:
         values[name] = tuple(values[name])
     return Offer(**{"proof": "", "store": "", "settings": {}, **values})

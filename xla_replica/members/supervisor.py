@@ -25,7 +25,7 @@ _MILLISECONDS = 1000
 _LOOK_SECONDS = 0.1
 _PATIENCE_SECONDS = 10.0  # for members that were asked to stop
 _MOST = 2  # failures of each
-_LONGEST_PAUSE_SECONDS = 60.0
+_LONGEST_PAUSE_SECONDS = 60
 _HOST = "127.0.0.1"
 # The exit statuses of who was asked to stop.
 _LEFT = (*(128 + n for n in SIGNALS), -signal.SIGTERM, -signal.SIGINT)
@@ -186,12 +186,10 @@ class _Place:
 
     def plan_another(self, status: int) -> None:
         """Says when another member follows one that has died."""
-        num = self.num_failed
-        pause = min(2.0 ** (num - 1), _LONGEST_PAUSE_SECONDS) if num else 0.0
-        logger.warning(
-            f"member {self.processes[0].pid} has died ({status}): another one"
-            + (f" in {pause:g} s" if pause else "")
-        )
+        pause = min(2**self.num_failed // 2, _LONGEST_PAUSE_SECONDS)
+        when = f" in {pause} s" if pause else ""
+        pid = self.processes[0].pid
+        logger.warning(f"member {pid} has died ({status}): another one{when}")
         self.processes, self.starts_at = [], time.monotonic() + pause
 
 
@@ -215,11 +213,9 @@ def keep_running(
         exports = [f"export {key}={shlex.quote(v)}\n" for key, v in variables.items()]
         (folder / "variables").touch(0o600)
         (folder / "variables").write_text("".join(exports))
-        started = command
-        if num_processes > 1:
-            how = "--standalone", f"--nproc-per-node={num_processes}"
-            started = ["torchrun", *how, *script]
-        logger.info(f"another member: . {folder}/variables; {shlex.join(started)}")
+        several = "torchrun", "--standalone", f"--nproc-per-node={num_processes}"
+        started = shlex.join([*several, *script] if num_processes > 1 else command)
+        logger.info(f"another member: . {folder}/variables; {started}")
         how_started = command, {**os.environ, **variables}, num_processes
         files = [folder / str(number) for number in range(num_members)]
         places = [_Place(file, *how_started) for file in files]
@@ -228,7 +224,7 @@ def keep_running(
         except KeyboardInterrupt:
             return 130
         finally:
-            _end([process for place in places for process in place.processes])
+            _end(_processes(places))
 
 
 def _fill(places: list[_Place]) -> int:
@@ -242,16 +238,14 @@ def _fill(places: list[_Place]) -> int:
         time.sleep(_LOOK_SECONDS)
         for place in [*places]:
             status = place.poll()
-            if status is None:
-                continue
             if status == 0:
-                for process in (p for each in places for p in each.processes):
+                for process in _processes(places):
                     process.wait()
                 return 0
             if status in _LEFT:
                 left = abs(status) % 128 + 128
                 places.remove(place)
-            else:
+            elif status is not None:
                 has_updated = place.update_file.exists()
                 place.num_failed = 0 if has_updated else place.num_failed + 1
                 statuses.append(None if has_updated else status)
@@ -273,6 +267,10 @@ def _are_hopeless(places: Sequence[_Place], statuses: Sequence[int | None]) -> b
     are_alike = len({*statuses}) == 1 and None not in statuses
     is_soon = are_alike and len(statuses) > max(len(places), _MOST)
     return is_soon or all(place.num_failed > _MOST for place in places)
+
+
+def _processes(places: Sequence[_Place]) -> list[subprocess.Popen[bytes]]:
+    return [process for place in places for process in place.processes]
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

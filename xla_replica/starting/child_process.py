@@ -82,9 +82,9 @@ class Runtime:
 
     # --- in the parent --------------------------------------------------------------
 
-    def death(self, number: int, how: str) -> ReplicaError:
-        """Returns the error that says ``how`` process ``number`` has ended."""
-        return ReplicaError(f"replica {number} {how}", number)
+    def death(self, how: str, *numbers: int) -> ReplicaError:
+        """Returns the error that says ``how`` the process of this number has ended."""
+        return ReplicaError(f"replica {numbers[0]} {how}", numbers[0])
 
     def late(self) -> ReplicaError | None:
         """Returns the error that ends the run of late replicas; asked every second."""
@@ -158,9 +158,9 @@ def _first_death(
             if code and ".failure" not in said:
                 kind = "exit status" if code > 0 else "signal"
                 cause = f": {runtime.causes[code]}" if code in runtime.causes else ""
-                return runtime.death(number, f"died ({kind} {abs(code)}{cause})")
+                return runtime.death(f"died ({kind} {abs(code)}{cause})", number)
             if not said:  # as by os._exit(0)
-                return runtime.death(number, "exited before its function returned")
+                return runtime.death("exited before its function returned", number)
         _, _, error = failure = _first_failure(folder)
         if any(failure) and not (ended and isinstance(error, ReplicaError)):
             return None
@@ -352,11 +352,8 @@ def _dump_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         f"launch: {fn!r} and its arguments must be picklable, because replicas run in "
         "another process: pass a function defined at the top level of a module"
     )
-    called = dump((fn, args), failure)
-    if not main and b"__main__" in called:
-        by_value = importlib.import_module("cloudpickle").Pickler
-        called = dump((fn, args), failure, by_value)
-    return pickle.dumps((main, called))
+    sends = pickle if main else importlib.import_module("cloudpickle")
+    return pickle.dumps((main, dump((fn, args), failure, sends.Pickler)))
 
 
 @contextlib.contextmanager

@@ -45,7 +45,6 @@ def run_script(
     from torch_xla._internal import pjrt
 
     num_launches = 0
-    kind = _TpuLikeRuntime if as_tpu else EmulatedRuntime
 
     def run_multiprocess(fn: Any, *args: Any, **options: Any) -> dict[int, Any]:
         """Does what torch_xla's function of this name does.
@@ -56,7 +55,7 @@ def run_script(
         check_no_device_is_used()
         nonlocal num_launches
         num_launches += 1
-        runtime = kind(num_replicas, timeout)
+        runtime = EmulatedRuntime(num_replicas, timeout, as_tpu)
         call = functools.partial(fn, *args, **options)
         try:
             results = run_in_children(runtime, _call_without_rank, (call,))
@@ -67,8 +66,6 @@ def run_script(
         return dict(enumerate(results))
 
     pjrt.run_multiprocess = run_multiprocess
-    if as_tpu:
-        _say_tpu()
     sys.argv = [script, *arguments]
     if is_module:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -92,16 +89,3 @@ def _call_without_rank(rank: int, call: Callable[[], Any]) -> Any:
         if exited.code in (None, 0):
             raise Stopped("sys.exit", 0) from None
         raise
-
-
-class _TpuLikeRuntime(EmulatedRuntime):
-    def prepare(self, number: int) -> None:
-        super().prepare(number)
-        _say_tpu()
-
-
-def _say_tpu() -> None:
-    """Makes ``xm.xla_device_hw`` return "TPU"."""
-    import torch_xla.core.xla_model as xm
-
-    xm.xla_device_hw = functools.wraps(xm.xla_device_hw)(lambda device: "TPU")

@@ -1,4 +1,4 @@
-"""TorchTPU's runtime, which binds every process to one device and can keep programs.
+"""TorchTPU's runtime, which binds every process to one device.
 
 Of other kinds of accelerators, such as GPUs, a process sees every device and chooses
 one. TorchTPU 0.2 chooses itself, from the variables that a launcher gives every process
@@ -10,26 +10,19 @@ process that has loaded the runtime, which importing torch does.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import urllib.request
 from collections.abc import Mapping
-from pathlib import Path
 from unittest import mock
 
 import torch
 
-from xla_replica.backends.local import default_device
 from xla_replica.errors import ReplicaError
-
-logger = logging.getLogger(__name__)
 
 # The kinds of devices with such a runtime.
 BOUND_KINDS = ("tpu",)
 # What the parent sets, without which a process of several fails.
 _REQUIRED = ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY")
-# TorchTPU reads it when it compiles for the first time.
-_FOLDER_OF_PROGRAMS = "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT"
 # Where a TPU VM's metadata lists the hosts of its slice, as "name:id:address,...".
 _HOSTS = (
     "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
@@ -94,30 +87,3 @@ def check_variables(device: torch.device) -> None:
             "before torchrun, in its shell: eval $(python -m torch.tpu.distributed | "
             "sed 's/^/export /')"
         )
-
-
-def keep_programs(folder: str | Path) -> bool:
-    """Has the runtime keep compiled programs in a folder; returns whether it does.
-
-    TorchTPU does, and a start that finds them compiles nothing: call this before
-    anything is computed on the device. A folder that the environment names
-    (``TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT``) stays. The programs are machine code
-    that is loaded without a check: nobody else may write to the folder. Elsewhere
-    nothing happens; torch_xla 2.9 cannot load what it has kept.
-
-    Args:
-        folder: On each host, such as one beside the checkpoints.
-    """
-    if default_device().type != "tpu":
-        return False
-    if _FOLDER_OF_PROGRAMS in os.environ:
-        return True
-    if torch.tpu._get_cache_requests():
-        logger.warning(
-            "compiled programs are not kept in %s, since something has been computed "
-            "on the TPU already: call xla_replica.keep_programs before that",
-            folder,
-        )
-        return False
-    os.environ[_FOLDER_OF_PROGRAMS] = str(Path(folder).absolute())
-    return True

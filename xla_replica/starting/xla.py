@@ -2,14 +2,14 @@
 
 A chip's replica is a process, and emulated ones are threads of one: the number of
 XLA:CPU devices is fixed when the runtime starts, and a broken collective ends the
-process, so every run has a new one. What a replica waits for, or was last doing, is
-kept in shared memory, where it outlives an abort.
+process, so every run has a new one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import importlib.util
 import logging
@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
@@ -117,8 +117,10 @@ class TpuRuntime(Runtime):
         self._returned = RawArray(ctypes.c_double, self.num_processes)
         self._is_logged = False
 
-    def death(self, number: int, how: str) -> ReplicaError:
-        return self._error([number], how)
+    def death(self, how: str, *numbers: int) -> ReplicaError:
+        names = " and ".join(map(self._name, numbers)) or "another host's replica"
+        ranks = [self._ranks[number] for number in numbers if self._ranks[number] >= 0]
+        return ReplicaError(f"{names} {how}", ranks[0] if ranks else None)
 
     def late(self) -> ReplicaError | None:
         if not self._is_logged and -1 not in self._ranks:
@@ -136,16 +138,11 @@ class TpuRuntime(Runtime):
             if not (late and last_return and now - last_return > self.timeout):
                 return None
             goal = "return after its peers"
-        return self._error(
-            late,
+        return self.death(
             f"did not {goal} within {self.timeout:g} s, or replicas run different "
             "programs. If one is only slow, raise launch(timeout=)",
+            *late,
         )
-
-    def _error(self, numbers: Sequence[int], how: str) -> ReplicaError:
-        names = " and ".join(map(self._name, numbers)) or "another host's replica"
-        ranks = [self._ranks[number] for number in numbers if self._ranks[number] >= 0]
-        return ReplicaError(f"{names} {how}", ranks[0] if ranks else None)
 
     def _name(self, number: int) -> str:
         rank = self._ranks[number]
@@ -186,38 +183,39 @@ class TpuRuntime(Runtime):
 
 # --- emulated replicas --------------------------------------------------------------
 
-_STATUS_BYTES = 400
-
 
 class EmulatedRuntime(Runtime):
-    """One child, in which each replica is a thread."""
+    """One child, in which each replica is a thread.
+
+    Attributes:
+        as_tpu: Whether ``xm.xla_device_hw`` says that the devices are those of a TPU.
+    """
 
     causes: Mapping[int, str] = {
         -signal.SIGABRT: "XLA aborts when replicas that run different programs have "
         "waited 15 s for each other in a collective"
     }
 
-    def __init__(self, num_replicas: int, timeout: float) -> None:
+    def __init__(self, num_replicas: int, timeout: float, as_tpu: bool = False) -> None:
         super().__init__(num_replicas, timeout)
-        self.num_processes = 1
+        self.num_processes, self.as_tpu = 1, as_tpu
         self.variables = environment(num_replicas)
-        self._doing = [
-            RawArray(ctypes.c_char, _STATUS_BYTES) for _ in range(num_replicas)
-        ]
 
-    def death(self, number: int, how: str) -> ReplicaError:
-        seen = "; ".join(
-            f"replica {rank}: {text.value.decode(errors='replace') or 'not started'}"
-            for rank, text in enumerate(self._doing)
-        )
+    def death(self, how: str, *numbers: int) -> ReplicaError:
         return ReplicaError(
-            f"the process of the emulated replicas {how}. Last seen: {seen}"
+            f"the process of the emulated replicas {how}. If nobody has killed it, "
+            "standard error says where each of them was"
         )
 
     def prepare(self, number: int) -> None:
         torch.set_num_threads(1)
+        faulthandler.enable()  # XLA aborts without an exception
         # Before the user's module is imported: it may take names from torch_xla.
-        self._emulator = Emulator(self.num_replicas, self.timeout, self._report)
+        self._emulator = Emulator(self.num_replicas, self.timeout)
+        if self.as_tpu:
+            import torch_xla.core.xla_model as xm
+
+            xm.xla_device_hw = lambda device: "TPU"
 
     def run(self, number: int, run: Callable[[], None]) -> None:
         from torch_xla._internal import pjrt
@@ -226,13 +224,8 @@ class EmulatedRuntime(Runtime):
 
     @contextlib.contextmanager
     def replica(self, number: int, folder: str) -> Iterator[XlaReplica]:
-        with self._emulator.replica() as rank:
-            self._report(rank, "computing")
+        with self._emulator.replica():
             yield XlaReplica(f"emulated on the CPU, {self.num_replicas} threads")
-
-    def _report(self, rank: int, text: str) -> None:
-        """Keeps what replica ``rank`` is doing now."""
-        self._doing[rank].value = text.encode()[: _STATUS_BYTES - 1]
 
 
 # --- the row ------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from support.scripts import python, written
 from support.xla_replica.replicas import Backend, needs_xla
 
 import xla_replica
@@ -30,8 +31,6 @@ def misbehaves(rank: int, how: str) -> torch.Tensor | None:
     time.sleep({"hangs": 600, "is late": 17}.get(how, 0))
     if how == "leaves":
         return None
-    if how == "aborts":
-        os.abort()
     if how in ("sums twice", "hangs at the end"):
         replica.all_reduce_([tensor])
     if how == "hangs at the end":
@@ -51,7 +50,6 @@ def misbehaves(rank: int, how: str) -> torch.Tensor | None:
     ("hangs at the end", r"replica 2 did not reach the end of its run within 3 s "
      r"of replicas 0, 1, 3(.|\n)*time.sleep\(600\)"),
     ("leaves", r"replica 2 returned while replicas? [013, ]+ wait in all_reduce"),
-    ("aborts", r"died \(signal 6.*Last seen: replica 0: .*replica 2: computing"),
     ("brings another shape", r"disagree about collective 1 .* replica 2: all_reduce"
      r"\(sum, float32\[3\]\).* replicas 0, 1, 3: all_reduce\(sum, float32\[4\]\)"),
     ("sums twice", r"disagree about collective 2 .* replica 2: all_reduce.*"
@@ -78,6 +76,32 @@ def test_well_behaved_replicas_give_results(how):
     assert all(torch.equal(result, torch.full((4,), 4.0)) for result in results)
     assert dict(os.environ) == before
     assert multiprocessing.active_children() == []
+
+
+ABORTS = """
+import os, time, xla_replica
+
+def waits():
+    xla_replica.current().barrier()
+
+def dies():
+    time.sleep(1)
+    os.abort()
+
+def train(rank):
+    waits()
+    dies() if rank else waits()
+
+if __name__ == "__main__":
+    xla_replica.launch(train, num_replicas=2, device="xla")
+"""
+
+
+def test_where_replicas_were_is_told_if_their_process_aborts(tmp_path):
+    done = python(written(tmp_path, ABORTS), status=1)
+    assert "the process of the emulated replicas died (signal 6" in done.stderr
+    assert "in dies" in done.stderr
+    assert "in waits" in done.stderr
 
 
 COUNT = counters.snapshot

@@ -1,6 +1,5 @@
 """Who trains next, from what members offer."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -69,7 +68,7 @@ def test_who_is_in_a_generation():
 ])  # fmt: skip
 def test_who_has_missed_something_or_differs_must_not_go_on(a, b, token, error, words):
     offers = offers_of(a=a, b=b)
-    offers["b"] = dataclasses.replace(offers["b"], proof=prove(token, "b"))
+    offers["b"] = offers["b"]._replace(proof=prove(token, "b"))
     found = asked(offers)
     assert found.members == ("a",)
     assert [*found.refused] == (["b"] if error is ReplicaError else [])

@@ -6,12 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from support.scripts import python
-from support.xla_replica import torchtpu
 from support.xla_replica.replicas import needs_torchtpu
-
-import xla_replica
 
 # What loads TorchTPU comes first; the run is an ordinary one, asked to stop or not.
 SCRIPT = """
@@ -25,7 +21,6 @@ import xla_replica
 from support.variable_batch_size import checkpointed
 
 def train(rank, folder, ask_at):
-    xla_replica.keep_programs(folder / "programs")
     try:
         checkpointed.train(rank, folder, ask_at, asked=(0,))
     except xla_replica.Stopped:
@@ -42,16 +37,15 @@ def programs_of_a_start(folder: Path, host: str, ask_at: int) -> tuple[bool, int
     # What is read more slowly than it is compiled would be compiled.
     always = {"TORCH_TPU_INTERNAL_TIER3_COMPILATION_CACHE_LOCAL_BACKUP_TASK": "0"}
     here = {"TORCH_TPU_TIER2_COMPILATION_CACHE": host}  # it has seen no program
-    done = python("-c", SCRIPT, folder, ask_at, **here, **always)
-    assert "are not kept" not in done.stderr
+    keeps = {"TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT": str(folder / "programs")}
+    done = python("-c", SCRIPT, folder, ask_at, **keeps, **here, **always)
     before, number = done.stdout.split("compiled")
     return "stopped" in before, int(number)
 
 
 @needs_torchtpu
 @pytest.mark.torchtpu
-def test_a_second_start_compiles_nothing_with_a_copy(tmp_path, monkeypatch):
-    monkeypatch.delenv("TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT", raising=False)
+def test_a_second_start_compiles_nothing_with_a_copy(tmp_path):
     host = f"test-{os.getpid()}-{time.monotonic_ns()}"
     has_stopped, number = programs_of_a_start(tmp_path / "first", f"{host}-1", 12)
     assert (has_stopped, number > 20) == (True, True)
@@ -59,21 +53,3 @@ def test_a_second_start_compiles_nothing_with_a_copy(tmp_path, monkeypatch):
     assert programs_of_a_start(tmp_path / "copied", f"{host}-2", -1) == (False, 0)
     for each in (1, 2):
         shutil.rmtree(f"/dev/shm/torch_tpu_cache/{host}-{each}", ignore_errors=True)
-
-
-@needs_torchtpu
-@pytest.mark.torchtpu
-def test_a_folder_that_comes_too_late_is_told(tmp_path, caplog, monkeypatch):
-    monkeypatch.delenv("TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT", raising=False)
-    (torch.ones(2, device="tpu") + 1).cpu()
-    assert not xla_replica.keep_programs(tmp_path)
-    assert "something has been computed on the TPU already" in caplog.text
-    monkeypatch.setenv("TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT", "/chosen")
-    assert xla_replica.keep_programs(tmp_path)
-    assert os.environ["TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT"] == "/chosen"
-
-
-@pytest.mark.skipif(torchtpu.is_installed(), reason="needs a device that keeps none")
-def test_elsewhere_nothing_is_kept(tmp_path):
-    assert not xla_replica.keep_programs(tmp_path)
-    assert "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT" not in os.environ
