@@ -48,10 +48,9 @@ class MeanBalance(Balancer):
         return rows_RD, state["mean"]
 
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
-        sums, thresholds = state["sums"], decide.thresholds_RN
         rows, centre = self.centred(state, rows_RD)
-        placements = decide.balance(sums, rows, centre, thresholds, self.depth)
-        count = state["count"] + (placements != 0).to(sums.dtype).sum()
+        placements = decide.balance(state["sums"], rows, centre, self.depth)
+        count = state["count"] + (placements != 0).to(rows.dtype).sum()
         return {**state, "count": count}, placements.to(self.placement_dtype)
 
 

@@ -44,6 +44,15 @@ class MovingAverages(MeanBalance):
         return {**super().begin_epoch(state), "mean": state["mean"]}
 
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
+        state, placements = self.moved(state, rows_RD, decide), []
+        # Centred rows may be a copy.
+        for rows, own in decide.parts(rows_RD, decide.at_once or len(rows_RD) or 1):
+            state, placed = super().balance(state, rows, own)
+            placements.append(placed)
+        return state, torch.cat(placements)
+
+    def moved(self, state: State, rows_RD: Tensor, decide: Decisions) -> State:
+        """Returns the state after the averages have moved to the mean of a step."""
         rows = without_nan(rows_RD)
         finite = where_finite(decide.whole(squared_norms(rows)))
         weights = finite.to(rows.dtype).unsqueeze(0)
@@ -60,8 +69,7 @@ class MovingAverages(MeanBalance):
         # Before the first value the estimate is zero, not zero divided by zero.
         known = [torch.where(m < 1, 1 - m, torch.ones_like(m)) for m in missing]
         estimates = [average / each for average, each in zip(averages, known)]
-        state = self.estimated({**state, **moved}, *estimates)
-        return super().balance(state, rows_RD, decide)
+        return self.estimated({**state, **moved}, *estimates)
 
     def estimated(self, state: State, mean: Tensor, *powers: Tensor) -> State:
         """Returns the state for a step, given estimates of the mean and of powers."""

@@ -78,12 +78,13 @@ class PairBalance(BlockBalancer):
 
     def place_blocks(self, sums: Tensor, rows_RD: Tensor, decide: Decisions) -> Tensor:
         first, second = _partners(rows_RD, self.num_workers)
-        limits = decide.thresholds_RN
-        if limits is not None:
+        if decide.thresholds_RN is not None:
             # That of the partner, which came last.
-            limits = _partners(limits[: len(rows_RD)], self.num_workers)[1]
+            limits = decide.thresholds_RN[: len(rows_RD)]
+            limits = _partners(limits, self.num_workers)[1]
+            decide = dataclasses.replace(decide, thresholds_RN=limits)
         rows, centre = (first, second) if decide.row_by_row else (first - second, None)
-        signs = decide.balance(sums, rows, centre, limits)
+        signs = decide.balance(sums, rows, centre)
         by_worker = signs.view(-1, 1, self.num_workers)
         return torch.cat([by_worker, -by_worker], dim=1).flatten()
 

@@ -54,27 +54,20 @@ class RecursivePairBalance(BlockBalancer):
         return self.batch_size
 
     def place_blocks(self, sums: Tensor, rows_RD: Tensor, decide: Decisions) -> Tensor:
-        placements, size, limits = [], self.batch_size, decide.thresholds_RN
-        blocks = computed_once(without_nan(rows_RD)).split(size)
-        for number, rows in enumerate(blocks):
-            thresholds = None if limits is None else limits[number * size :][:size]
+        placements, clean = [], computed_once(without_nan(rows_RD))
+        for rows, own in decide.parts(clean, self.batch_size):
             squares = squared_norms(rows).unsqueeze(1)
             inner = decide.whole(torch.cat([rows @ sums.T, squares], dim=1))
             # A sample that is not finite has products of 0 and is not added.
             finite = where_finite(inner[:, -1:])
             inner = torch.where(finite, inner, torch.zeros_like(inner))
-            found = self._sort(inner[:, :-1], thresholds, decide)
+            found = self._sort(inner[:, :-1], own)
             weights, placed = (each * finite for each in found)
             sums.addmm_(weights.T, rows)
             placements.append(placed.squeeze(1))
         return torch.cat(placements)
 
-    def _sort(
-        self,
-        products_RV: Tensor,
-        thresholds_RN: Tensor | None,
-        decide: Decisions,
-    ) -> tuple[Tensor, Tensor]:
+    def _sort(self, products_RV: Tensor, decide: Decisions) -> tuple[Tensor, Tensor]:
         """Returns the samples' signs at nodes, ``(b, V)``, and placements, ``(b, 1)``.
 
         ``places`` says where the tree has put each sample so far, node by node. What
@@ -97,9 +90,9 @@ class RecursivePairBalance(BlockBalancer):
             other = of_partner(own)
             is_second = (places & 1).bool()
             limits = None
-            if thresholds_RN is not None:
+            if decide.thresholds_RN is not None:
                 # The first's is the pair's.
-                limits = thresholds_RN[:, level]
+                limits = decide.thresholds_RN[:, level]
                 limits = torch.where(is_second, of_partner(limits), limits)
             differences = torch.where(is_second, other - own, own - other)
             goes_left = decide.below(differences, limits) ^ is_second

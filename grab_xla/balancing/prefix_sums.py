@@ -22,6 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grab_xla.balancing.decisions import squared_norms
+
+# How many numbers `herding` copies at once: 16 MiB in float32.
+_PIECE = 2**22
+
 
 class Herding(NamedTuple):
     """The largest norm of a prefix sum; tensors of shape ``(1,)`` on the device.
@@ -56,8 +61,9 @@ def prefix_norms(
     """
     sums_BD = rows_BD.to(before_D.dtype) - mean_D
     sums_BD[:1] += before_D
-    sums_BD = sums_BD.cumsum(0)
-    return sums_BD[-1].clone(), sums_BD.abs().amax(1), sums_BD.square().sum(1)
+    sums_BD.cumsum_(0)
+    infinity = torch.maximum(sums_BD.amax(1), -sums_BD.amin(1))
+    return sums_BD[-1].clone(), infinity, squared_norms(sums_BD)
 
 
 @torch.no_grad()
@@ -85,12 +91,16 @@ def herding(
     """
     dtype = torch.promote_types(vectors.dtype, torch.float32)
     centre = vectors.mean(0, dtype=dtype) if mean is None else mean.to(dtype)
-    if order is not None:
-        vectors = vectors[torch.as_tensor(order).to(vectors.device)]
-    if vectors.ndim != 2 or 0 in vectors.shape:
-        raise ValueError(
-            "herding needs vectors of shape (n, d), both at least 1, in an order (m,), "
-            f"got {tuple(vectors.shape)}: flatten all but the first axis"
-        )
-    _, infinity, squares = prefix_norms(torch.zeros_like(centre), vectors, centre)
-    return Herding(infinity.amax(0, keepdim=True), squares.amax(0, keepdim=True).sqrt())
+    order = torch.arange(len(vectors)) if order is None else torch.as_tensor(order)
+    before, norms = torch.zeros_like(centre), []
+    for part in order.to(vectors.device).split(1 + _PIECE // (1 + centre.numel())):
+        rows = vectors[part]
+        if rows.ndim != 2 or 0 in rows.shape:
+            raise ValueError(
+                "herding needs vectors of shape (n, d), both at least 1, in an order "
+                f"(m,), got {tuple(rows.shape)}: flatten all but the first axis"
+            )
+        before, *largest = prefix_norms(before, rows, centre)
+        norms.append([each.amax(0, keepdim=True) for each in largest])
+    infinity, squares = (torch.cat(each).amax(0, keepdim=True) for each in zip(*norms))
+    return Herding(infinity, squares.sqrt())

@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import xla_replica
 from grab_xla.balancers import BALANCE_TYPES, Ordering
+from grab_xla.balancing.decisions import Decisions
 from grab_xla.balancing.reordering import reorder
-from grab_xla.balancing.row_by_row import balance_rows
 from per_sample_grad import per_sample_grads
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors
@@ -144,9 +144,10 @@ def ntk_fixed_order(
     rows = _on_host(kernel)
     centre = rows.mean(0, keepdim=True)
     order = np.arange(len(rows)) if order is None else order
+    decide = Decisions(row_by_row=True)
     for _ in range(rounds):
-        given = rows[torch.from_numpy(order)], centre, torch.zeros_like(centre)
-        order = reorder(order, balance_rows(*given, None, 0, "negative").numpy())
+        given = torch.zeros_like(centre), rows[torch.from_numpy(order)], centre
+        order = reorder(order, decide.balance(*given).numpy())
     return order
 
 
