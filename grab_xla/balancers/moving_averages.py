@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
@@ -23,20 +22,18 @@ class MovingAverages(MeanBalance):
     The average includes the current step, as in grab-sampler; so the result depends
     on how the epoch is cut into steps. It continues from epoch to epoch.
 
-    The state adds ``averages``, (k, columns), one for each of the `decays`, of the
+    The state adds ``averages``, (k, columns), one for each of the `betas`, of the
     first to the k-th power of the means; and ``missing``, (k,), one minus the sum of
     their weights, which undoes the bias of their beginning at zero.
     """
 
     piece_size: ClassVar[int | None] = None
 
-    @property
-    @abc.abstractmethod
-    def decays(self) -> Sequence[float]: ...
+    betas: Sequence[float]
 
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
         state = super().init(num_columns, dtype, device)
-        averages = state["mean"].new_zeros(len(self.decays), num_columns)
+        averages = state["mean"].new_zeros(len(self.betas), num_columns)
         missing = averages.new_ones(len(averages))
         return {**state, "averages": averages, "missing": missing}
 
@@ -59,7 +56,7 @@ class MovingAverages(MeanBalance):
         count = weights.sum(1)
         mean = weights @ rows / count.clamp(min=1)
         averages, missing = [], []
-        old = zip(self.decays, state["averages"].split(1), state["missing"].split(1))
+        old = zip(self.betas, state["averages"].split(1), state["missing"].split(1))
         for power, (beta, average, lacks) in enumerate(old, start=1):
             new = beta * average + (1 - beta) * mean**power
             # Without a finite row nothing moves.
@@ -87,7 +84,7 @@ class EMABalance(MovingAverages):
     ema_decay: float = checked(0.1, above=0, below=1)
 
     @property
-    def decays(self) -> Sequence[float]:
+    def betas(self) -> Sequence[float]:  # type: ignore[override]
         return [1 - self.ema_decay]
 
 
@@ -109,10 +106,6 @@ class AdaEMABalance(MovingAverages):
             raise ValueError(f"betas must be two numbers, got {self.betas!r}")
         for beta in self.betas:
             check_number("betas", beta, above=0, below=1)
-
-    @property
-    def decays(self) -> Sequence[float]:
-        return self.betas
 
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
         state = super().init(num_columns, dtype, device)

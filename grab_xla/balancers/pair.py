@@ -18,7 +18,7 @@ from grab_xla.balancing.reordering import reorder_interleaved
 from xla_replica.common.arguments import checked
 
 
-class BlockBalancer(Balancer):
+class BlockBalancer(Balancer, abc.ABC):
     """Balances blocks of ``piece_size`` samples of the order; a subclass says how.
 
     The samples of a block that a step leaves unfinished wait for the next step, so that

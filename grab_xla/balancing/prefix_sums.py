@@ -16,7 +16,7 @@ Axes: B rows of a batch, D columns (of this shard, where columns are sharded).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ class Herding(NamedTuple):
 
 
 def prefix_norms(
-    before_D: Tensor, rows_BD: Tensor, mean_D: Tensor
+    before_D: Tensor, batches: Iterable[Tensor], mean_D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the sum of all centred rows so far, and norms of those up to each row.
 
@@ -53,17 +53,23 @@ def prefix_norms(
     Args:
         before_D: The sum of the centred rows of earlier batches, in the dtype of the
             result.
-        rows_BD: The next vectors in the order visited, B >= 1, of any float dtype.
+        batches: The next vectors in the order visited, some ``(B, D)`` with B >= 1 of
+            any float dtype after others.
         mean_D: The centre, the same for all batches of an epoch.
 
     Returns:
-        The new sum, and ``(B,)`` infinity norms and squared 2-norms.
+        The new sum, and ``(n,)`` infinity norms and squared 2-norms.
     """
-    sums_BD = rows_BD.to(before_D.dtype) - mean_D
-    sums_BD[:1] += before_D
-    sums_BD.cumsum_(0)
-    infinity = torch.maximum(sums_BD.amax(1), -sums_BD.amin(1))
-    return sums_BD[-1].clone(), infinity, squared_norms(sums_BD)
+    norms = []
+    for rows_BD in batches:
+        sums_BD = rows_BD.to(before_D.dtype) - mean_D
+        sums_BD[:1] += before_D
+        sums_BD.cumsum_(0)
+        infinity = torch.maximum(sums_BD.amax(1), -sums_BD.amin(1))
+        norms.append((infinity, squared_norms(sums_BD)))
+        before_D = sums_BD[-1].clone()
+    infinity, squares = map(torch.cat, zip(*norms))
+    return before_D, infinity, squares
 
 
 @torch.no_grad()
@@ -92,15 +98,13 @@ def herding(
     dtype = torch.promote_types(vectors.dtype, torch.float32)
     centre = vectors.mean(0, dtype=dtype) if mean is None else mean.to(dtype)
     order = torch.arange(len(vectors)) if order is None else torch.as_tensor(order)
-    before, norms = torch.zeros_like(centre), []
-    for part in order.to(vectors.device).split(1 + _PIECE // (1 + centre.numel())):
-        rows = vectors[part]
-        if rows.ndim != 2 or 0 in rows.shape:
-            raise ValueError(
-                "herding needs vectors of shape (n, d), both at least 1, in an order "
-                f"(m,), got {tuple(rows.shape)}: flatten all but the first axis"
-            )
-        before, *largest = prefix_norms(before, rows, centre)
-        norms.append([each.amax(0, keepdim=True) for each in largest])
-    infinity, squares = (torch.cat(each).amax(0, keepdim=True) for each in zip(*norms))
-    return Herding(infinity, squares.sqrt())
+    if vectors.ndim != 2 or order.ndim != 1 or 0 in (*vectors.shape, *order.shape):
+        raise ValueError(
+            "herding needs vectors of shape (n, d), both at least 1, in an order (m,), "
+            f"got {tuple(vectors.shape)} in {tuple(order.shape)}: flatten all but the "
+            "first axis"
+        )
+    parts = order.to(vectors.device).split(1 + _PIECE // len(centre))
+    rows = (vectors[part] for part in parts)
+    _, infinity, squares = prefix_norms(torch.zeros_like(centre), rows, centre)
+    return Herding(infinity.amax(0, keepdim=True), squares.amax(0, keepdim=True).sqrt())

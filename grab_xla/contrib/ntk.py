@@ -181,16 +181,14 @@ def eigen_order(
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
     values, vector = values.numpy(), vectors[:, -1 if largest else 0].numpy()
     peaks = np.abs(vector) > (1 - 1e-6) * np.abs(vector).max()
-    if vector[peaks.argmax()] < 0:
-        vector = -vector
+    vector = vector * np.sign(vector[peaks.argmax()])
     if absolute:
         vector = np.abs(vector)
     # A change of the kernel by delta rotates an eigenvector by about delta / gap, where
     # gap is the distance to the next eigenvalue.
-    nearest = values[::-1][:2] if largest else values[:2]
-    gap = abs(nearest[-1] - nearest[0])
+    gap = np.ptp(values[-2:] if largest else values[:2])
     delta = 10 * torch.finfo(kernel.dtype).eps * np.abs(values).max()
-    spread = vector.max() - vector.min()
+    spread = np.ptp(vector)
     if len(values) > 1 and spread * gap <= delta:
         warnings.warn(
             f"the order by the {'largest' if largest else 'smallest'} eigenvalue's "

@@ -44,16 +44,14 @@ class OnlineBalancer:
         self._ordering, self.columns, self._metrics = ordering, columns, metrics
         self._replica, self._signs = columns.replica, signs
         self.uses_gradients = ordering.needs_gradients or metrics.on
-        least, at_once = ordering.piece_size or 1, None
+        least, size = ordering.piece_size or 1, None
         # Replicas exchange a step at once, and a program would hold every piece.
         if not columns.joins_updates and not self._replica.is_lazy:
             blocks = numbers_at_once(columns.device) // (least * columns.num_own)
-            at_once = max(1, blocks) * least
-        self.piece_size = ordering.piece_size and at_once
+            size = max(1, blocks) * least
+        self.piece_size = ordering.piece_size and size
         by_row = traits(columns.device).is_host and not columns.shards
-        self._decisions = Decisions(
-            signs.tie, None, columns.all_reduce_, by_row, at_once
-        )
+        self._decisions = Decisions(signs.tie, None, columns.all_reduce_, by_row, size)
         self.state = ordering.init(columns.num_own, columns.dtype, columns.device)
         # Zeros become data, or the first epoch would begin with a different program.
         self._replica.sync()

@@ -66,7 +66,7 @@ class GradientMatrix:
         given = model.named_parameters(remove_duplicate=False)
         found = {name: each for name, each in given if each.requires_grad}
         kinds = {name: parameter.shape for name, parameter in found.items()}
-        wrong = [name for name, sh in self.shapes.items() if kinds.get(name) != sh]
+        wrong = [name for name in self.shapes if kinds.get(name) != self.shapes[name]]
         if wrong:
             raise ValueError(
                 f"record: {', '.join(wrong[:5])} of GraBSampler's trainable_params are "
@@ -132,8 +132,8 @@ class GradientMatrix:
         """
         sizes = [parameter.numel() for parameter in parameters.values()]
         row = torch.zeros(1, sum(sizes), dtype=self.dtype, device=losses.device)
-        parts = zip(row.split(sizes, dim=1), parameters.values())
-        totals = [part.view(1, *parameter.shape) for part, parameter in parts]
+        parts = zip(row.split(sizes, dim=1), self.shapes.values())
+        totals = [part.view(1, *shape) for part, shape in parts]
         if is_lazy := traits(losses).is_lazy:
             totals = [*map(torch.zeros_like, totals)]
         reached = set()
