@@ -397,7 +397,7 @@ class GraBSampler(Sampler[int]):
     @property
     def sorter(self) -> Sorter:
         """Measurements of the current epoch, and the balance type's own methods."""
-        return Sorter(self._orders, self._balancer, self._metrics)
+        return Sorter(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that the next orders depend on, without a number of replicas.
@@ -413,8 +413,8 @@ class GraBSampler(Sampler[int]):
         The next ``iter()`` gives the rest of that epoch.
 
         Raises:
-            TypeError, ValueError: It is not such a state, or it belongs to another data
-                set, model or balance type.
+            TypeError, ValueError, KeyError: It is not such a state, or it belongs to
+                another data set, model or balance type.
         """
         check_type("load_state_dict: the state", state, Mapping, "a dict")
         own = self._identity
@@ -434,30 +434,28 @@ class Sorter:
     `Ordering.order_methods` and `state_methods` name.
     """
 
-    _orders: Orders
-    _balancer: OnlineBalancer
-    _metrics: EpochMetrics
+    _sampler: GraBSampler
 
     @property
     def grad_norms(self) -> list[float]:
         """The gradients' norms in the order visited, if ``record_norm``."""
-        return self._metrics.norms()
+        return self._sampler._metrics.norms()
 
     @property
     def herding(self) -> float:
         """The largest infinity norm of a prefix sum so far, if ``record_herding``."""
-        return self._metrics.herding()[0]
+        return self._sampler._metrics.herding()[0]
 
     @property
     def avg_grad_error(self) -> float:
         """The largest 2-norm of a prefix sum so far, if ``record_herding``."""
-        return self._metrics.herding()[1]
+        return self._sampler._metrics.herding()[1]
 
     def __getattr__(self, name: str) -> Any:
-        ordering = self._orders.ordering
+        orders, ordering = self._sampler._orders, self._sampler._orders.ordering
         if name in ordering.order_methods:
             order_of = getattr(ordering, name)
-            return lambda *of, **options: self._orders.give(order_of(*of, **options))
+            return lambda *of, **options: orders.give(order_of(*of, **options))
         if name in ordering.state_methods:
-            return functools.partial(self._balancer.change_state, name)
+            return functools.partial(self._sampler._balancer.change_state, name)
         raise AttributeError(f"the sorter of {type(ordering).__name__} has no {name!r}")

@@ -143,9 +143,8 @@ class Decisions:
     ) -> Tensor:
         """Does what `balance` does, row by row; placements are int32."""
         others = [None] if centre is None else centre.numpy()
-        limits = [[0.0] * (depth + 1)]
-        if self.thresholds_RN is not None:
-            limits = self.thresholds_RN.tolist()
+        limits = self.thresholds_RN
+        limits = [[0.0] * (depth + 1)] if limits is None else limits.tolist()
         parts = [slice(i, i + _PIECE) for i in range(0, sums.shape[1], _PIECE)]
         totals = [[total[part] for part in parts] for total in sums.numpy()]
         rows = zip(rows_RD.numpy(), itertools.cycle(others), itertools.cycle(limits))

@@ -80,6 +80,8 @@ def herding(
 ) -> Herding:
     """Returns the largest norm of a prefix sum; NaN if a vector contains a NaN.
 
+    It copies some vectors at a time, all in one program on a lazy device.
+
     >>> vectors = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
     >>> herding(vectors).infinity, herding(vectors, order=[0, 3, 1, 2]).infinity
     (tensor([2.]), tensor([1.5000]))
@@ -104,7 +106,7 @@ def herding(
             f"got {tuple(vectors.shape)} in {tuple(order.shape)}: flatten all but the "
             "first axis"
         )
-    parts = order.to(vectors.device).split(1 + _PIECE // len(centre))
+    parts = order.to(vectors.device).split(1 + _PIECE // vectors.shape[1])
     rows = (vectors[part] for part in parts)
     _, infinity, squares = prefix_norms(torch.zeros_like(centre), rows, centre)
     return Herding(infinity.amax(0, keepdim=True), squares.amax(0, keepdim=True).sqrt())

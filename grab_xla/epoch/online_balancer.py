@@ -47,7 +47,7 @@ class OnlineBalancer:
         least, size = ordering.piece_size or 1, None
         # Replicas exchange a step at once, and a program would hold every piece.
         if not columns.joins_updates and not self._replica.is_lazy:
-            blocks = numbers_at_once(columns.device) // (least * columns.num_own)
+            blocks = numbers_at_once(columns.device) // max(1, least * columns.num_own)
             size = max(1, blocks) * least
         self.piece_size = ordering.piece_size and size
         by_row = traits(columns.device).is_host and not columns.shards

@@ -269,8 +269,7 @@ class Progress(Rider):
             if self._waits:
                 # A copy: gradients may be zeroed before the update. It has the layout
                 # of what replicas exchange.
-                row_major = torch.contiguous_format
-                self._waiting.append(rows.clone(memory_format=row_major))
+                self._waiting.append(rows.clone(memory_format=torch.contiguous_format))
                 return
             # Without the repeated samples at the end.
             pieces = [self._columns.in_sequence(rows)[: self._num_left]]
