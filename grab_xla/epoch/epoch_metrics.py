@@ -51,8 +51,7 @@ class EpochMetrics:
             self._sum = self._sum + rows_RD.sum(0)
             self._count = self._count + len(rows_RD)
             if is_stale:
-                given = self._prefix, [rows_RD], self._mean
-                self._prefix, *norms = prefix_norms(*given)
+                self._prefix, *norms = prefix_norms(self._prefix, [rows_RD], self._mean)
                 self._prefixes.append(norms)
             else:
                 self._vectors.append(rows_RD)
