@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 20_581
-TEST_LINES = 33_306
+CODE = 20_497
+TEST_LINES = 33_319
 
 
 def test_lines_are_counted():
