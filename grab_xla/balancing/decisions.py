@@ -143,8 +143,8 @@ class Decisions:
     ) -> Tensor:
         """Does what `balance` does, row by row; placements are int32."""
         others = [None] if centre is None else centre.numpy()
-        limits = self.thresholds_RN
-        limits = [[0.0] * (depth + 1)] if limits is None else limits.tolist()
+        given = self.thresholds_RN
+        limits = [[0.0] * (depth + 1)] if given is None else given.tolist()
         parts = [slice(i, i + _PIECE) for i in range(0, sums.shape[1], _PIECE)]
         totals = [[total[part] for part in parts] for total in sums.numpy()]
         rows = zip(rows_RD.numpy(), itertools.cycle(others), itertools.cycle(limits))
@@ -163,8 +163,8 @@ class Decisions:
         Level by level, rows at the same node are decided one after the other; at nodes
         that a row does not pass its sign is 0.
         """
-        limits = self.thresholds_RN
-        limits = [None] * (depth + 1) if limits is None else limits.T
+        given = self.thresholds_RN
+        limits = [None] * (depth + 1) if given is None else given.T
         signs = self.signs(products_RV[:, 0], gram_RR, finite_R, limits[0])
         signs_of_levels, place = [signs.unsqueeze(1)], None
         for level in range(1, depth + 1):
