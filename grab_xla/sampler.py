@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 import xla_replica
@@ -24,10 +24,9 @@ from grab_xla.epoch.orders import Orders
 from grab_xla.epoch.progress import Progress
 from grab_xla.gradients import fidelities
 from grab_xla.gradients.fidelities import Fidelity
-from grab_xla.gradients.samples import GradientMatrix
+from grab_xla.gradients.rows import GradientMatrix, Gradients, Reduction, add_gradient
 from grab_xla.options import Measurements, RandomProjection, Signs, family
-from grab_xla.training_passes import TrainingPasses
-from per_sample_grad import Projection
+from per_sample_grad import Capture, Projection
 from xla_replica import Replica
 from xla_replica.common.arguments import check_choice, check_type
 from xla_replica.common.differences import check_same
@@ -40,7 +39,7 @@ DTYPES = (torch.float32, torch.float64)
 _PARAMETERS = "the checksum of the parameters' names, shapes and sequence"
 
 
-class GraBSampler(TrainingPasses, Sampler[int]):
+class GraBSampler(Sampler[int]):
     """Orders each epoch's samples so that their gradients balance (GraB).
 
     Pass it to a DataLoader as ``sampler``, compute every batch's losses in `record` and
@@ -96,6 +95,10 @@ class GraBSampler(TrainingPasses, Sampler[int]):
     """
 
     _rides = False  # whether exact sums balance, and not `after_update`
+    _reduction: str | None = None  # that of the last `backward`
+    # What was recorded of the last forward pass, until its backward pass or a step: of
+    # a group only the parameters.
+    _recorded: Capture | dict[str, nn.Parameter] | None = None
 
     def __init__(
         self,
@@ -188,13 +191,12 @@ class GraBSampler(TrainingPasses, Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Begins the next epoch, or continues a restored one."""
-        if self._is_recorded and self.num_seen == 0:
+        if self._recorded is not None and self.num_seen == 0:
             self._orders.warn_once(
                 "recorded",
                 "forward passes were recorded, and the order stays the same: call "
                 "sampler.backward(losses) in place of losses.mean().backward()",
             )
-        self._is_recorded = False
         with self._timer("reset_epoch"):
             return self._progress.deal()
 
@@ -230,6 +232,120 @@ class GraBSampler(TrainingPasses, Sampler[int]):
     def num_seen(self) -> int:
         """The number of samples of the current order whose gradients `step` took."""
         return min(self._balancer.num_seen * self._group_size, self.num_samples)
+
+    def record(
+        self, model: nn.Module, **options: Any
+    ) -> Capture | contextlib.AbstractContextManager[None]:
+        """Returns a context in which a forward pass is recorded for `backward`.
+
+        Args:
+            model: The module with the parameters that the sampler was built with.
+            **options: Those of `per_sample_grad.Capture`, such as ``fallback``; a
+                ``"group"`` needs none and ignores them, as does an order that needs no
+                gradients.
+        """
+        if not self._balancer.uses_gradients:
+            return contextlib.nullcontext()
+        parameters = self._matrix.parameters_of(model)
+        if self.fidelity == "group":
+            self._recorded = parameters
+            return contextlib.nullcontext()
+        self._recorded = capture = Capture(model, [*parameters], **options)
+        return capture
+
+    def backward(
+        self,
+        losses: Tensor,
+        *,
+        reduction: Reduction = "mean",
+        indices: Sequence[int] | Tensor | None = None,
+        from_samples: bool = False,
+    ) -> None:
+        """Does what ``losses.mean().backward()`` does, and balances, in one pass.
+
+        Collective, as `step` is. What ``.grad`` gets is the same to the bit, or with
+        ``from_samples`` up to rounding.
+
+        Args:
+            losses: ``(B,)``, computed from the model inside `record`. Of a group it may
+                also be the mean itself, ``()``.
+            reduction: ``"sum"`` for ``losses.sum().backward()``, as for an elastic
+                optimizer that counts tokens; then losses are sums over tokens.
+            indices: As for `step`.
+            from_samples: With ``fidelity="exact"``, ``.grad`` gets the mean of the
+                gradients that are formed to be balanced, and the pass does not form it
+                once more. All parameters that are trained must be the sampler's. With
+                other fidelities nothing is formed, and this changes nothing.
+
+        Raises:
+            RuntimeError: Nothing was recorded.
+            PerSampleError: Some use of a parameter is not accounted for; the message
+                says what to do. With ``from_samples``, the losses depend on something
+                else that takes a gradient.
+            ValueError: As for `step`; or these are not the losses of one group, or
+                ``reduction`` is not allowed.
+        """
+        check_choice("reduction", reduction, ("mean", "sum"))
+        is_group = self.fidelity == "group"
+        if losses.dim() != 1 and not is_group:
+            raise ValueError(
+                f"backward() with losses of shape {tuple(losses.shape)}: give one "
+                'number per sample, shape (B,), as with reduction="none"'
+            )
+        recorded, self._recorded = self._recorded, None
+        rows: Gradients = {}
+        if not self._balancer.uses_gradients:
+            add_gradient(losses, reduction)
+        elif recorded is None:
+            raise RuntimeError(
+                "backward() without record(): compute the losses inside `with "
+                "sampler.record(model):`, once for every backward()"
+            )
+        elif isinstance(recorded, Capture):
+            rows = self._matrix.of_samples(recorded, losses, reduction, from_samples)
+        else:
+            rows = self._matrix.of_group(recorded, losses, reduction)
+        self._reduction = reduction
+        num_rows, num_losses = (1, losses.numel()) if is_group else (len(losses), None)
+        num_losses = num_losses if losses.dim() else None
+        self._place(rows, self._progress.claim(num_rows, indices, num_losses))
+
+    def _place(self, rows: Gradients, is_claimed: bool) -> None:
+        """Balances what a step has of every sample, or keeps it until the update."""
+        if is_claimed:
+            with self._timer("sorter_step"), torch.no_grad():
+                pieces = self._matrix.pieces(rows, self._balancer.piece_size)
+                self._progress.place(pieces)
+
+    def step(
+        self,
+        per_sample_grads: Mapping[str, Tensor],
+        batch: bool = True,
+        *,
+        indices: Sequence[int] | Tensor | None = None,
+    ) -> None:
+        """Takes the gradients of the next samples of the order.
+
+        Collective: every replica calls it once per batch, with the same number of
+        samples. Under an elastic sampler several replicas keep gradients until the
+        update; see `after_update`.
+
+        Args:
+            per_sample_grads: ``(B, *shape)`` for every parameter; with
+                ``fidelity="group"`` the mean gradients of B groups. A constant factor
+                does not change the order; a factor that differs between batches does.
+            batch: False for one sample, or group, without a batch axis.
+            indices: ``(B,)``, the samples of these gradients, to be compared with the
+                order. Keep them on the CPU, because reading them is a transfer.
+
+        Raises:
+            ValueError, TypeError: Names, shapes or the number of gradients are wrong,
+                ``indices`` are not the next samples of the order, or, without them,
+                these are more samples than were drawn of it.
+        """
+        self._recorded = None
+        grads, num_rows = self._matrix.checked(per_sample_grads, batch)
+        self._place(grads, self._progress.claim(num_rows, indices))
 
     def after_update(self, update: Any) -> None:
         """Balances the minibatches of all replicas that an update was made of.
@@ -281,7 +397,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
     @property
     def sorter(self) -> Sorter:
         """Measurements of the current epoch, and the balance type's own methods."""
-        return Sorter(self._orders, self._balancer, self._metrics)
+        return Sorter(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that the next orders depend on, without a number of replicas.
@@ -297,8 +413,8 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         The next ``iter()`` gives the rest of that epoch.
 
         Raises:
-            TypeError, ValueError: It is not such a state, or it belongs to another data
-                set, model or balance type.
+            TypeError, ValueError, KeyError: It is not such a state, or it belongs to
+                another data set, model or balance type.
         """
         check_type("load_state_dict: the state", state, Mapping, "a dict")
         own = self._identity
@@ -318,30 +434,28 @@ class Sorter:
     `Ordering.order_methods` and `state_methods` name.
     """
 
-    _orders: Orders
-    _balancer: OnlineBalancer
-    _metrics: EpochMetrics
+    _sampler: GraBSampler
 
     @property
     def grad_norms(self) -> list[float]:
         """The gradients' norms in the order visited, if ``record_norm``."""
-        return self._metrics.norms()
+        return self._sampler._metrics.norms()
 
     @property
     def herding(self) -> float:
         """The largest infinity norm of a prefix sum so far, if ``record_herding``."""
-        return self._metrics.herding()[0]
+        return self._sampler._metrics.herding()[0]
 
     @property
     def avg_grad_error(self) -> float:
         """The largest 2-norm of a prefix sum so far, if ``record_herding``."""
-        return self._metrics.herding()[1]
+        return self._sampler._metrics.herding()[1]
 
     def __getattr__(self, name: str) -> Any:
-        ordering = self._orders.ordering
+        orders, ordering = self._sampler._orders, self._sampler._orders.ordering
         if name in ordering.order_methods:
             order_of = getattr(ordering, name)
-            return lambda *of, **options: self._orders.give(order_of(*of, **options))
+            return lambda *of, **options: orders.give(order_of(*of, **options))
         if name in ordering.state_methods:
-            return functools.partial(self._balancer.change_state, name)
+            return functools.partial(self._sampler._balancer.change_state, name)
         raise AttributeError(f"the sorter of {type(ordering).__name__} has no {name!r}")

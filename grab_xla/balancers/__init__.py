@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from grab_xla.balancers import baselines, mean
+from grab_xla.balancers import baselines, mean, pair
 from grab_xla.balancers.base import Balancer, Ordering, State
-from grab_xla.balancers.batch import BatchBalance
 from grab_xla.balancers.moving_averages import AdaEMABalance, EMABalance
-from grab_xla.balancers.pair import PairBalance
-from grab_xla.balancers.recursive_pair import RecursivePairBalance
 from xla_replica.common.arguments import check_choice
 
 __all__ = ["BALANCE_TYPES", "Balancer", "Ordering", "State", "ordering_named"]
@@ -18,14 +15,14 @@ __all__ = ["BALANCE_TYPES", "Balancer", "Ordering", "State", "ordering_named"]
 # Everything that is known of a balance type is in its class. Add a row for your own.
 BALANCE_TYPES: dict[str, type[Ordering]] = {
     "mean": mean.MeanBalance,
-    "pair": PairBalance,
+    "pair": pair.PairBalance,
     "recursive": mean.RecursiveBalance,
-    "recursive-pair": RecursivePairBalance,
+    "recursive-pair": pair.RecursivePairBalance,
     "rr": baselines.RandomReshuffling,
     "so": baselines.ShuffleOnce,
     "swr": baselines.WithReplacement,
     "fixed": baselines.FixedOrder,
-    "batch": BatchBalance,
+    "batch": mean.BatchBalance,
     "ema": EMABalance,
     "adamean": mean.AdaMeanBalance,
     "adaema": AdaEMABalance,

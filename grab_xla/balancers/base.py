@@ -11,7 +11,6 @@ state, a dict of tensors that the functions take and return:
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Collection
 from typing import ClassVar
@@ -118,13 +117,10 @@ class Ordering:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Balancer(Ordering, abc.ABC):
+class Balancer(Ordering):
     """An order that follows from the gradients of the previous epoch."""
 
     needs_gradients: ClassVar[bool] = True
-
-    @abc.abstractmethod
-    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced: ...
 
     def next_order(self, order: np.ndarray, placements: np.ndarray) -> np.ndarray:
         return reorder(order, placements, self.num_leaves)

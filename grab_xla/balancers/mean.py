@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, Balancer, State
-from grab_xla.balancing.decisions import Decisions
+from grab_xla.balancing.decisions import Decisions, squared_norms, without_nan
 from xla_replica import where_finite
 from xla_replica.common.arguments import checked
 
@@ -48,10 +48,9 @@ class MeanBalance(Balancer):
         return rows_RD, state["mean"]
 
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
-        sums, thresholds = state["sums"], decide.thresholds_RN
         rows, centre = self.centred(state, rows_RD)
-        placements = decide.balance(sums, rows, centre, thresholds, self.depth)
-        count = state["count"] + (placements != 0).to(sums.dtype).sum()
+        placements = decide.balance(state["sums"], rows, centre, self.depth)
+        count = state["count"] + (placements != 0).to(rows.dtype).sum()
         return {**state, "count": count}, placements.to(self.placement_dtype)
 
 
@@ -72,6 +71,41 @@ class RecursiveBalance(MeanBalance):
     placement_dtype: ClassVar[torch.dtype] = torch.int32
 
     depth: int = checked(5, least=0)  # type: ignore[misc]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchBalance(MeanBalance):
+    """Mean balance whose signs only see the accumulator at the beginning of the step.
+
+    It is cheap, and worse the larger the step: herding grows with the samples in it.
+    The order depends on how the epoch is cut into steps.
+
+    Attributes:
+        batch_size: Accepted for code that passes it; nothing reads it.
+    """
+
+    piece_size: ClassVar[int | None] = None
+
+    batch_size: int | None = None
+
+    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
+        sums, count, mean = state["sums"], state["count"], state["mean"]
+        rows, limits = without_nan(rows_RD), decide.thresholds_RN
+        # Differences are not formed.
+        products = (rows @ sums[:1].T - mean @ sums[:1].T)[:, 0]
+        products, squares = decide.whole(torch.stack([products, squared_norms(rows)]))
+        # The mean of what was balanced so far, as in grab-sampler; that it is one only
+        # matters where signs are drawn.
+        products = products / count.clamp(min=1)
+        finite = where_finite(squares)
+        below = decide.below(products, None if limits is None else limits[:, 0])
+        seen = finite.to(sums.dtype)
+        placements = torch.where(below, seen, -seen)
+        factors_2R = torch.stack([placements, seen])
+        sums.addmm_(factors_2R, rows)
+        sums.addcmul_(factors_2R.sum(1, keepdim=True), mean, value=-1)
+        state = {**state, "count": count + seen.sum()}
+        return state, placements.to(self.placement_dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
@@ -23,20 +22,18 @@ class MovingAverages(MeanBalance):
     The average includes the current step, as in grab-sampler; so the result depends
     on how the epoch is cut into steps. It continues from epoch to epoch.
 
-    The state adds ``averages``, (k, columns), one for each of the `decays`, of the
+    The state adds ``averages``, (k, columns), one for each of the `betas`, of the
     first to the k-th power of the means; and ``missing``, (k,), one minus the sum of
     their weights, which undoes the bias of their beginning at zero.
     """
 
     piece_size: ClassVar[int | None] = None
 
-    @property
-    @abc.abstractmethod
-    def decays(self) -> Sequence[float]: ...
+    betas: Sequence[float]
 
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
         state = super().init(num_columns, dtype, device)
-        averages = state["mean"].new_zeros(len(self.decays), num_columns)
+        averages = state["mean"].new_zeros(len(self.betas), num_columns)
         missing = averages.new_ones(len(averages))
         return {**state, "averages": averages, "missing": missing}
 
@@ -44,13 +41,22 @@ class MovingAverages(MeanBalance):
         return {**super().begin_epoch(state), "mean": state["mean"]}
 
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
+        state, placements = self.moved(state, rows_RD, decide), []
+        # Centred rows may be a copy.
+        for rows, own in decide.parts(rows_RD, decide.at_once or len(rows_RD) or 1):
+            state, placed = super().balance(state, rows, own)
+            placements.append(placed)
+        return state, torch.cat(placements)
+
+    def moved(self, state: State, rows_RD: Tensor, decide: Decisions) -> State:
+        """Returns the state after the averages have moved to the mean of a step."""
         rows = without_nan(rows_RD)
         finite = where_finite(decide.whole(squared_norms(rows)))
         weights = finite.to(rows.dtype).unsqueeze(0)
         count = weights.sum(1)
         mean = weights @ rows / count.clamp(min=1)
         averages, missing = [], []
-        old = zip(self.decays, state["averages"].split(1), state["missing"].split(1))
+        old = zip(self.betas, state["averages"].split(1), state["missing"].split(1))
         for power, (beta, average, lacks) in enumerate(old, start=1):
             new = beta * average + (1 - beta) * mean**power
             # Without a finite row nothing moves.
@@ -60,8 +66,7 @@ class MovingAverages(MeanBalance):
         # Before the first value the estimate is zero, not zero divided by zero.
         known = [torch.where(m < 1, 1 - m, torch.ones_like(m)) for m in missing]
         estimates = [average / each for average, each in zip(averages, known)]
-        state = self.estimated({**state, **moved}, *estimates)
-        return super().balance(state, rows_RD, decide)
+        return self.estimated({**state, **moved}, *estimates)
 
     def estimated(self, state: State, mean: Tensor, *powers: Tensor) -> State:
         """Returns the state for a step, given estimates of the mean and of powers."""
@@ -79,7 +84,7 @@ class EMABalance(MovingAverages):
     ema_decay: float = checked(0.1, above=0, below=1)
 
     @property
-    def decays(self) -> Sequence[float]:
+    def betas(self) -> Sequence[float]:  # type: ignore[override]
         return [1 - self.ema_decay]
 
 
@@ -101,10 +106,6 @@ class AdaEMABalance(MovingAverages):
             raise ValueError(f"betas must be two numbers, got {self.betas!r}")
         for beta in self.betas:
             check_number("betas", beta, above=0, below=1)
-
-    @property
-    def decays(self) -> Sequence[float]:
-        return self.betas
 
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
         state = super().init(num_columns, dtype, device)

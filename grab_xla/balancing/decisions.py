@@ -11,6 +11,10 @@ them. The rounds end when one changes nothing: on a CPU at once, on a compiled b
 in a loop on the device, and on a GPU, which has to be waited for, after up to
 `_ROUNDS_BETWEEN_LOOKS` more.
 
+Where a CPU has whole vectors, it is fastest to balance one after the other: inner
+products of all rows of a step are more of them, and in a tree they are products with
+all of its nodes, of which a row passes few.
+
 Axes: R rows of a step, D columns (parameters, or this replica's share of them), V
 accumulators.
 """
@@ -18,20 +22,25 @@ accumulators.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from grab_xla.balancing.row_by_row import balance_rows
 from xla_replica import comparable, lazy_operation, traits, where_finite
 
 TIES = ("negative", "positive")
 # On a GPU. Rounds are four launches each; signs of uncorrelated rows settle in a tenth
 # of them.
 _ROUNDS_BETWEEN_LOOKS = 32
+# Row by row, longer differences are formed in pieces, every time that they are read, so
+# that a step of one row, such as a group's, forms no other vector of the model's size.
+_PIECE = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,19 +50,31 @@ class Decisions:
     Attributes:
         tie: The sign where p equals the threshold. 'negative' is the convention of
             grab-sampler, 'positive' that of the papers' code.
-        thresholds_RN: ``(rows, draws)``: the sign is +1 where p is below it. None
-            means 0. Thresholds of samples that wait for a partner come first.
+        thresholds_RN: ``(rows, draws)``: those of the rows that are balanced, at every
+            level of a tree; the sign is +1 where p is below it. None means 0.
+            Thresholds of samples that wait for a partner come first.
             The self-balancing walk (Alweiss, Liu and Sawhney, arXiv:2006.14009) takes
             +1 with probability 1/2 - p / 2c, which is p < c (1 - 2 uniform).
         sum_: Adds partial inner products over the shards of the columns, in place;
             where one shard holds all columns, they are whole.
-        row_by_row: Whether rows are balanced one after the other; see `balance_rows`.
+        row_by_row: Whether rows are balanced one after the other; on a CPU that has
+            all columns.
+        at_once: How many rows a balance type may copy at once; None means all.
     """
 
     tie: str = "negative"
     thresholds_RN: Tensor | None = None
     sum_: Callable[[list[Tensor]], None] = lambda partial: None
     row_by_row: bool = False
+    at_once: int | None = None
+
+    def parts(self, rows_RD: Tensor, size: int) -> Iterator[tuple[Tensor, Decisions]]:
+        """Yields ``size`` rows after others, each time with the decisions of them."""
+        for number, rows in enumerate(rows_RD.split(size)):
+            limits = self.thresholds_RN
+            if limits is not None:
+                limits = limits[number * size :][:size]
+            yield rows, dataclasses.replace(self, thresholds_RN=limits)
 
     def whole(self, partial: Tensor) -> Tensor:
         """Returns partial inner products summed over the shards of the columns."""
@@ -85,8 +106,7 @@ class Decisions:
         self,
         sums: Tensor,
         rows_RD: Tensor,
-        centre: Tensor | None,
-        thresholds_RN: Tensor | None,
+        centre: Tensor | None = None,
         depth: int = 0,
     ) -> Tensor:
         """Balances ``rows - centre`` down a tree of accumulators.
@@ -98,19 +118,18 @@ class Decisions:
             rows_RD: The rows. One that is not finite is left out.
             centre: ``(1, D)``, or None for zero; where the decisions are made
                 `row_by_row` also ``(R, D)``.
-            thresholds_RN: Those of the rows at each level, or None for zeros.
             depth: The number of levels below the root.
 
         Returns:
             The placements, ``(R,)``, 0 where a row is not finite; see `reorder`.
         """
         if self.row_by_row:
-            return balance_rows(rows_RD, centre, sums, thresholds_RN, depth, self.tie)
+            return self._one_by_one(sums, rows_RD, centre, depth)
         rows_RD = without_nan(rows_RD)
         num_nodes = 2 ** (depth + 1) - 1
         gram, products = self.gram(rows_RD, sums[:num_nodes], centre)
         finite = where_finite(torch.diagonal(gram))
-        factors, placements = self._walk(products, gram, finite, thresholds_RN, depth)
+        factors, placements = self._walk(products, gram, finite, depth)
         if len(sums) > num_nodes:
             factors.append(finite.to(sums.dtype).unsqueeze(1))
         factors_VR = torch.cat(factors, dim=1).T
@@ -119,20 +138,33 @@ class Decisions:
             sums.addcmul_(factors_VR.sum(1, keepdim=True), centre, value=-1)
         return placements
 
+    def _one_by_one(
+        self, sums: Tensor, rows_RD: Tensor, centre: Tensor | None, depth: int
+    ) -> Tensor:
+        """Does what `balance` does, row by row; placements are int32."""
+        others = [None] if centre is None else centre.numpy()
+        given = self.thresholds_RN
+        limits = [[0.0] * (depth + 1)] if given is None else given.tolist()
+        parts = [slice(i, i + _PIECE) for i in range(0, sums.shape[1], _PIECE)]
+        totals = [[total[part] for part in parts] for total in sums.numpy()]
+        rows = zip(rows_RD.numpy(), itertools.cycle(others), itertools.cycle(limits))
+        with np.errstate(all="ignore"):
+            placements = [
+                _down_a_tree(_difference(x, y, parts), totals, own, self.tie)
+                for x, y, own in rows
+            ]
+        return torch.tensor(placements, dtype=torch.int32)
+
     def _walk(
-        self,
-        products_RV: Tensor,
-        gram_RR: Tensor,
-        finite_R: Tensor,
-        thresholds_RN: Tensor | None,
-        depth: int,
+        self, products_RV: Tensor, gram_RR: Tensor, finite_R: Tensor, depth: int
     ) -> tuple[list[Tensor], Tensor]:
         """Returns the signs at the nodes of each level, and ``(R,)`` placements.
 
         Level by level, rows at the same node are decided one after the other; at nodes
         that a row does not pass its sign is 0.
         """
-        limits = [None] * (depth + 1) if thresholds_RN is None else thresholds_RN.T
+        given = self.thresholds_RN
+        limits = [None] * (depth + 1) if given is None else given.T
         signs = self.signs(products_RV[:, 0], gram_RR, finite_R, limits[0])
         signs_of_levels, place = [signs.unsqueeze(1)], None
         for level in range(1, depth + 1):
@@ -187,6 +219,41 @@ class Decisions:
             if number % between_looks == 0 and torch.equal(before, below):
                 break
         return torch.where(below, positive, negative)
+
+
+Pieces = Iterable[np.ndarray]
+Difference = Callable[[], Pieces]
+
+
+def _difference(
+    x: np.ndarray, y: np.ndarray | None, parts: Sequence[slice]
+) -> Difference:
+    """Returns what yields the pieces of x - y."""
+    if y is not None and len(parts) > 1:
+        return lambda: (x[part] - y[part] for part in parts)
+    z = x if y is None else x - y
+    return functools.partial(iter, [z[part] for part in parts])
+
+
+def _down_a_tree(
+    difference: Difference, totals: Sequence[Pieces], limits: Sequence[float], tie: str
+) -> int:
+    """Returns the placement of a row, and adds it to the accumulators it passes."""
+    if not math.isfinite(sum(map(np.dot, difference(), difference()), 0.0)):
+        return 0
+    node = placement = 0
+    for level, limit in enumerate(limits):
+        product = sum(map(np.dot, difference(), totals[node]), 0.0)
+        positive = product < limit or (tie == "positive" and product == limit)
+        for total, piece in zip(totals[node], difference()):
+            (np.add if positive else np.subtract)(total, piece, out=total)
+        leaf = node - 2**level + 2
+        placement = leaf if positive else -leaf
+        node = 2 * node + (1 if positive else 2)
+    if len(totals) == 2 ** len(limits):
+        for total, piece in zip(totals[-1], difference()):
+            np.add(total, piece, out=total)
+    return placement
 
 
 @lazy_operation

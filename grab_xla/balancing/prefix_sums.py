@@ -16,11 +16,16 @@ Axes: B rows of a batch, D columns (of this shard, where columns are sharded).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from grab_xla.balancing.decisions import squared_norms
+
+# How many numbers `herding` copies at once: 16 MiB in float32.
+_PIECE = 2**22
 
 
 class Herding(NamedTuple):
@@ -36,7 +41,7 @@ class Herding(NamedTuple):
 
 
 def prefix_norms(
-    before_D: Tensor, rows_BD: Tensor, mean_D: Tensor
+    before_D: Tensor, batches: Iterable[Tensor], mean_D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the sum of all centred rows so far, and norms of those up to each row.
 
@@ -48,16 +53,23 @@ def prefix_norms(
     Args:
         before_D: The sum of the centred rows of earlier batches, in the dtype of the
             result.
-        rows_BD: The next vectors in the order visited, B >= 1, of any float dtype.
+        batches: The next vectors in the order visited, some ``(B, D)`` with B >= 1 of
+            any float dtype after others.
         mean_D: The centre, the same for all batches of an epoch.
 
     Returns:
-        The new sum, and ``(B,)`` infinity norms and squared 2-norms.
+        The new sum, and ``(n,)`` infinity norms and squared 2-norms.
     """
-    sums_BD = rows_BD.to(before_D.dtype) - mean_D
-    sums_BD[:1] += before_D
-    sums_BD = sums_BD.cumsum(0)
-    return sums_BD[-1].clone(), sums_BD.abs().amax(1), sums_BD.square().sum(1)
+    norms = []
+    for rows_BD in batches:
+        sums_BD = rows_BD.to(before_D.dtype) - mean_D
+        sums_BD[:1] += before_D
+        sums_BD.cumsum_(0)
+        infinity = torch.maximum(sums_BD.amax(1), -sums_BD.amin(1))
+        norms.append((infinity, squared_norms(sums_BD)))
+        before_D = sums_BD[-1].clone()
+    infinity, squares = map(torch.cat, zip(*norms))
+    return before_D, infinity, squares
 
 
 @torch.no_grad()
@@ -67,6 +79,8 @@ def herding(
     mean: Tensor | None = None,
 ) -> Herding:
     """Returns the largest norm of a prefix sum; NaN if a vector contains a NaN.
+
+    It copies some vectors at a time, all in one program on a lazy device.
 
     >>> vectors = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
     >>> herding(vectors).infinity, herding(vectors, order=[0, 3, 1, 2]).infinity
@@ -85,12 +99,14 @@ def herding(
     """
     dtype = torch.promote_types(vectors.dtype, torch.float32)
     centre = vectors.mean(0, dtype=dtype) if mean is None else mean.to(dtype)
-    if order is not None:
-        vectors = vectors[torch.as_tensor(order).to(vectors.device)]
-    if vectors.ndim != 2 or 0 in vectors.shape:
+    order = torch.arange(len(vectors)) if order is None else torch.as_tensor(order)
+    if vectors.ndim != 2 or order.ndim != 1 or 0 in (*vectors.shape, *order.shape):
         raise ValueError(
             "herding needs vectors of shape (n, d), both at least 1, in an order (m,), "
-            f"got {tuple(vectors.shape)}: flatten all but the first axis"
+            f"got {tuple(vectors.shape)} in {tuple(order.shape)}: flatten all but the "
+            "first axis"
         )
-    _, infinity, squares = prefix_norms(torch.zeros_like(centre), vectors, centre)
+    parts = order.to(vectors.device).split(1 + _PIECE // vectors.shape[1])
+    rows = (vectors[part] for part in parts)
+    _, infinity, squares = prefix_norms(torch.zeros_like(centre), rows, centre)
     return Herding(infinity.amax(0, keepdim=True), squares.amax(0, keepdim=True).sqrt())

@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import xla_replica
 from grab_xla.balancers import BALANCE_TYPES, Ordering
+from grab_xla.balancing.decisions import Decisions
 from grab_xla.balancing.reordering import reorder
-from grab_xla.balancing.row_by_row import balance_rows
 from per_sample_grad import per_sample_grads
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors
@@ -144,9 +144,10 @@ def ntk_fixed_order(
     rows = _on_host(kernel)
     centre = rows.mean(0, keepdim=True)
     order = np.arange(len(rows)) if order is None else order
+    decide = Decisions(row_by_row=True)
     for _ in range(rounds):
-        given = rows[torch.from_numpy(order)], centre, torch.zeros_like(centre)
-        order = reorder(order, balance_rows(*given, None, 0, "negative").numpy())
+        given = torch.zeros_like(centre), rows[torch.from_numpy(order)], centre
+        order = reorder(order, decide.balance(*given).numpy())
     return order
 
 
@@ -180,16 +181,14 @@ def eigen_order(
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
     values, vector = values.numpy(), vectors[:, -1 if largest else 0].numpy()
     peaks = np.abs(vector) > (1 - 1e-6) * np.abs(vector).max()
-    if vector[peaks.argmax()] < 0:
-        vector = -vector
+    vector = vector * np.sign(vector[peaks.argmax()])
     if absolute:
         vector = np.abs(vector)
     # A change of the kernel by delta rotates an eigenvector by about delta / gap, where
     # gap is the distance to the next eigenvalue.
-    nearest = values[::-1][:2] if largest else values[:2]
-    gap = abs(nearest[-1] - nearest[0])
+    gap = np.ptp(values[-2:] if largest else values[:2])
     delta = 10 * torch.finfo(kernel.dtype).eps * np.abs(values).max()
-    spread = vector.max() - vector.min()
+    spread = np.ptp(vector)
     if len(values) > 1 and spread * gap <= delta:
         warnings.warn(
             f"the order by the {'largest' if largest else 'smallest'} eigenvalue's "

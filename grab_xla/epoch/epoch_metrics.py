@@ -8,6 +8,7 @@ With sharded columns, reading is a collective.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class EpochMetrics:
         """Forgets the previous epoch, except for its mean."""
         self._squares: list[Tensor] = []
         self._vectors: list[Tensor] = []
-        self._prefixes: list[list[Tensor]] = []
+        self._prefixes: list[Iterable[Tensor]] = []
         self._mean = self._sum / self._count.clamp(min=1)
         self._sum, self._count = map(torch.zeros_like, (self._sum, self._count))
         self._prefix = torch.zeros_like(self._sum)
@@ -50,14 +51,10 @@ class EpochMetrics:
             self._sum = self._sum + rows_RD.sum(0)
             self._count = self._count + len(rows_RD)
             if is_stale:
-                self._advance(rows_RD, self._mean)
+                self._prefix, *norms = prefix_norms(self._prefix, [rows_RD], self._mean)
+                self._prefixes.append(norms)
             else:
                 self._vectors.append(rows_RD)
-
-    def _advance(self, rows_RD: Tensor, mean: Tensor) -> None:
-        """Notes the norms of the prefix sums that end at these rows."""
-        self._prefix, *norms = prefix_norms(self._prefix, rows_RD, mean)
-        self._prefixes.append(norms)
 
     def norms(self) -> list[float]:
         """Returns 2-norms in the order visited. One transfer."""
@@ -73,10 +70,8 @@ class EpochMetrics:
         One transfer.
         """
         if self._vectors:
-            self._prefixes, self._prefix = [], torch.zeros_like(self._sum)
-            mean = self._sum / self._count
-            for rows in self._vectors:
-                self._advance(rows, mean)
+            mean, zeros = self._sum / self._count, torch.zeros_like(self._sum)
+            self._prefixes = [prefix_norms(zeros, self._vectors, mean)[1:]]
         if not self._prefixes:
             return -math.inf, -math.inf
         infinity, squares = (torch.cat(parts) for parts in zip(*self._prefixes))

@@ -13,6 +13,7 @@ from grab_xla.balancers import Ordering
 from grab_xla.balancing.decisions import Decisions
 from grab_xla.epoch.columns import Columns
 from grab_xla.epoch.epoch_metrics import EpochMetrics
+from grab_xla.gradients.rows import numbers_at_once
 from grab_xla.options import Signs
 from xla_replica import full_matmul_precision, traits
 
@@ -33,8 +34,8 @@ class OnlineBalancer:
         num_seen: How many samples of this epoch were balanced or skipped: the one
             place in the order, the same on all replicas.
         uses_gradients: Whether anything is balanced, or measured.
-        piece_size: A step may be balanced in pieces of a multiple of so many rows, one
-            after the other; None means that it may not.
+        piece_size: A step may be balanced in pieces of so many rows, one after the
+            other; None means that it may not.
     """
 
     def __init__(
@@ -43,11 +44,14 @@ class OnlineBalancer:
         self._ordering, self.columns, self._metrics = ordering, columns, metrics
         self._replica, self._signs = columns.replica, signs
         self.uses_gradients = ordering.needs_gradients or metrics.on
+        least, size = ordering.piece_size or 1, None
         # Replicas exchange a step at once, and a program would hold every piece.
-        whole = columns.joins_updates or self._replica.is_lazy
-        self.piece_size = None if whole else ordering.piece_size
+        if not columns.joins_updates and not self._replica.is_lazy:
+            blocks = numbers_at_once(columns.device) // max(1, least * columns.num_own)
+            size = max(1, blocks) * least
+        self.piece_size = ordering.piece_size and size
         by_row = traits(columns.device).is_host and not columns.shards
-        self._decisions = Decisions(signs.tie, None, columns.all_reduce_, by_row)
+        self._decisions = Decisions(signs.tie, None, columns.all_reduce_, by_row, size)
         self.state = ordering.init(columns.num_own, columns.dtype, columns.device)
         # Zeros become data, or the first epoch would begin with a different program.
         self._replica.sync()

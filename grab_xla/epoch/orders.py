@@ -10,11 +10,7 @@ import numpy as np
 import torch
 
 from grab_xla.balancers import Ordering
-from grab_xla.balancing.reordering import (
-    KEEP,
-    RoundRobinSharding,
-    check_permutation,
-)
+from grab_xla.balancing.reordering import KEEP, RoundRobinSharding, check_permutation
 from xla_replica.common.arguments import check_integer
 
 

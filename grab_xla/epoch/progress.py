@@ -22,11 +22,13 @@ class Passes:
 
     Attributes:
         num_drawn: The most samples that one of them has drawn.
+        num_stepped: How many of this replica's samples had a step.
         step_size: The most in a step that did not say which they are.
         older_goes_on: Whether a pass over an earlier order has drawn since.
     """
 
     num_drawn: int = 0
+    num_stepped: int = 0
     step_size: int = 0
     older_goes_on: bool = False
 
@@ -80,15 +82,6 @@ class Progress(Rider):
         return self._num_groups - self.balancer.num_seen
 
     @property
-    def _num_stepped(self) -> int:
-        """How many of this replica's samples of the pass had a step."""
-        if self.balancer.num_seen > self._num_groups:
-            return len(self._own)
-        num_replicas = self._columns.replica.num_replicas
-        turns = -(-(self.balancer.num_seen - self._start) // num_replicas)
-        return min(turns * self._group_size, len(self._own))
-
-    @property
     def _waits(self) -> bool:
         """Whether rows of a step wait for the update."""
         return self._columns.joins_updates and self.dealt_elsewhere is not None
@@ -104,7 +97,7 @@ class Progress(Rider):
         self.dealt_elsewhere = None
         self._advance()
         self._own = self.sharding.own(self.orders.order, self._start)
-        self._passes.older_goes_on = False
+        self._passes.older_goes_on, self._passes.num_stepped = False, 0
         return self._draw(self._own.tolist(), self._passes)
 
     def _draw(self, samples: list[int], passes: Passes) -> Iterator[int]:
@@ -164,7 +157,7 @@ class Progress(Rider):
 
     def _compare(self) -> None:
         """Warns if fewer samples of the order had a step than were drawn."""
-        drawn, stepped = self._passes.num_drawn, self._num_stepped
+        drawn, stepped = self._passes.num_drawn, self._passes.num_stepped
         if 0 < self._passes.step_size <= drawn - stepped:
             self.orders.warn_once(
                 "steps",
@@ -180,26 +173,19 @@ class Progress(Rider):
         return own | self.orders.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state_dict` was called.
-
-        Raises:
-            ValueError: Something is missing.
-        """
+        """Continues where `state_dict` was called."""
         orders, balancer, sharding = self.orders, self.balancer, self.sharding
-        try:
-            orders.load_state_dict(state)
-            balancer.load_state_dict(state["engine"])
-            self.dealt_elsewhere = state["given_for"]
-        except KeyError as error:
-            raise ValueError(f"load_state_dict: the state has no {error}") from error
+        orders.load_state_dict(state)
+        balancer.load_state_dict(state["engine"])
+        self.dealt_elsewhere = state["given_for"]
         if orders.begun:  # the epoch's random numbers are drawn again, and not saved
             balancer.draw(self._num_groups, orders.generator)
-        self._passes = Passes()
         self.clear()
         num_seen = balancer.num_seen
         is_over = num_seen * self._group_size >= sharding.num_samples
         self._start = 0 if is_over else num_seen
         self._own = sharding.own(orders.order, self._start)
+        self._passes = Passes(num_stepped=len(self._own) if is_over else 0)
 
     # --- steps ----------------------------------------------------------------------
 
@@ -207,7 +193,7 @@ class Progress(Rider):
         """Returns the next samples that this replica runs, as many as there are."""
         num_samples, replica = num_groups * self._group_size, self._columns.replica
         if self.dealt_elsewhere is None:
-            return self._own[self._num_stepped :][:num_samples]
+            return self._own[self._passes.num_stepped :][:num_samples]
         turn = replica.rank
         if self._waits:
             turn += len(self._steps) * replica.num_replicas
@@ -240,7 +226,7 @@ class Progress(Rider):
                 "pass group_size= as batch_size= to the DataLoader, too"
             )
         if deals and (indices is None or not self.orders.begun):
-            drawn = 0 if passes.older_goes_on else passes.num_drawn - self._num_stepped
+            drawn = 0 if passes.older_goes_on else passes.num_drawn - passes.num_stepped
             num_left = min(num_left, drawn)
         if num_left < num_samples:
             raise ValueError(
@@ -260,7 +246,9 @@ class Progress(Rider):
                 )
         if indices is None:
             passes.step_size = max(passes.step_size, num_samples)
-        if num_groups and not deals:
+        if deals:
+            passes.num_stepped += num_samples
+        elif num_groups:
             self._steps.append(num_samples)
         if self.balancer.uses_gradients and not is_smaller:
             return num_groups > 0
@@ -276,8 +264,7 @@ class Progress(Rider):
             if self._waits:
                 # A copy: gradients may be zeroed before the update. It has the layout
                 # of what replicas exchange.
-                row_major = torch.contiguous_format
-                self._waiting.append(rows.clone(memory_format=row_major))
+                self._waiting.append(rows.clone(memory_format=torch.contiguous_format))
                 return
             # Without the repeated samples at the end.
             pieces = [self._columns.in_sequence(rows)[: self._num_left]]

@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 20_226
-TEST_LINES = 33_259
+CODE = 20_142
+TEST_LINES = 33_272
 
 
 def test_lines_are_counted():

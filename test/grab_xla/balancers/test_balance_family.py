@@ -15,7 +15,7 @@ from support.xla_replica.replicas import ONE_XLA_BACKEND, needs_xla, of_torch_al
 
 import xla_replica
 from grab_xla import BALANCE_TYPES, Balancer, GraBSampler, GraBWarning
-from grab_xla.balancers.recursive_pair import RecursivePairBalance
+from grab_xla.balancers.pair import RecursivePairBalance
 from grab_xla.balancing.decisions import TIES, Decisions
 from grab_xla.balancing.reordering import reorder
 

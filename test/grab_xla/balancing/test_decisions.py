@@ -242,10 +242,11 @@ ONES = torch.ones(3, 2)
 
 
 @pytest.mark.parametrize(("given", "error", "message"), [
-    ((torch.ones(3),), ValueError, r"shape \(n, d\).*got \(3,\)"),
+    ((torch.ones(3),), ValueError, r"shape \(n, d\).*got \(3,\) in"),
     ((torch.ones(0, 2),), ValueError, r"got \(0, 2\)"),
     ((ONES, [0.0, 1.0]), IndexError, "tensors used as indices must be long"),
-    ((ONES, [[0, 1]]), ValueError, r"got \(1, 2, 2\)"),
+    ((ONES, [[0, 1]]), ValueError, r"got \(3, 2\) in \(1, 2\)"),
+    ((ONES, []), ValueError, r"got \(3, 2\) in \(0,\)"),
     ((ONES, [0, 3]), IndexError, "out of range|out of bounds"),
 ])  # fmt: skip
 def test_what_is_no_order_of_vectors_is_refused(given, error, message):

@@ -11,9 +11,9 @@ from support.grab_xla.ordering import ALL, BALANCING, INVARIANT, KINDS
 from support.xla_replica.replicas import of_torch_alone
 
 import per_sample_grad
-from grab_xla import BALANCE_TYPES, GraBSampler
-from grab_xla.balancing import row_by_row
-from grab_xla.gradients import samples as matrix
+from grab_xla import BALANCE_TYPES, GraBSampler, herding
+from grab_xla.balancing import decisions, prefix_sums
+from grab_xla.gradients import rows as matrix
 from tools.peak_memory import peak_memory
 
 pytestmark = of_torch_alone
@@ -55,7 +55,6 @@ def test_a_step_does_not_copy_its_gradients(name, products, monkeypatch):
     ordering.by_products(monkeypatch, products)
     peak = peak_of_step(sampler_of(name), gradients())
     most = 1.5 if BALANCE_TYPES[KINDS[name].name].piece_size is None else 0.9
-    most += name == "adaema"  # which divides a whole step
     assert peak <= most * BATCH * NUM_BYTES
 
 
@@ -119,7 +118,7 @@ def test_pieces_change_rounding_only(name, options, few, products, monkeypatch):
         orders = [ordering.run_epoch(sampler, epoch, 16 + epoch) for epoch in range(4)]
         found.append((orders, sampler.scalars()))
         states.append(sampler.state_dict()["engine"]["state"])
-        monkeypatch.setattr(row_by_row, "_PIECE", 4)
+        monkeypatch.setattr(decisions, "_PIECE", 4)
     few = few or (0.0 if name in INVARIANT and not products else 1e-12)
     for (orders, scalars), state in zip(found[1:], states[1:]):
         assert (orders, pytest.approx(scalars)) == found[0]
@@ -146,9 +145,22 @@ def test_a_state_has_the_vectors_that_the_pages_table_says(name):
     assert most == eval(told[kind.name], dataclasses.asdict(ordering_of))
 
 
+def test_herding_copies_some_vectors_at_a_time(monkeypatch):
+    """That of an epoch in one step takes the step's vectors once more."""
+    monkeypatch.setattr(prefix_sums, "_PIECE", 2**12)
+    vectors = torch.randn(BATCH, 1000)
+    for order in (None, list(range(BATCH))[::-1]):
+        peak = peak_memory(lambda order=order: herding(vectors, order))
+        assert peak <= 0.5 * vectors.nbytes
+    sampler = GraBSampler(range(BATCH), {"w": torch.zeros(1000)}, record_herding=True)
+    list(sampler)
+    sampler.step({"w": vectors})
+    assert peak_memory(lambda: sampler.sorter.herding) <= 1.2 * vectors.nbytes
+
+
 def test_a_group_takes_one_row_more_than_training(monkeypatch):
     """No gradient is copied for ``.grad`` because the balance keeps it, too."""
-    monkeypatch.setattr(row_by_row, "_PIECE", 2**10)  # of a model that is as small
+    monkeypatch.setattr(decisions, "_PIECE", 2**10)  # of a model that is as small
     model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
     x, options = torch.randn(4, 300), {"fidelity": "group", "dtype": torch.float32}
     list(sampler := training.sampler_of(model, 40, group_size=4, **options))
