@@ -38,7 +38,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 20_142
+CODE = 20_143
 TEST_LINES = 33_272
 
 

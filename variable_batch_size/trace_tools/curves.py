@@ -33,7 +33,8 @@ def read_curve(source: Source) -> Curve:
     others = [name for name in table.header if name and name != first]
     second = table.find(*(others or ["of any other name"]))
     samples, numbers = table.numbers(first), table.numbers(second)
-    table.check_increasing(first, samples)
+    falls = np.append(False, np.diff(samples) <= 0)
+    table.refuse(first, falls, "must be larger than in the row before")
     table.refuse(second, numbers < 0, "must be >= 0")
     return lambda at: np.interp(at, samples, numbers)
 

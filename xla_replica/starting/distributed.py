@@ -148,7 +148,8 @@ def _joined(
         replica = DistributedReplica("a process of this job", device)
         yield replica
         try:  # until all have ended a peer may still sum
-            # Not a sum, as in Replica.barrier, which could be taken for a peer's.
+            # Not a collective with numbers, as in Replica.barrier, which could be
+            # taken for a peer's.
             torch.distributed.barrier()
         except RuntimeError as error:
             raise ReplicaError(
