@@ -38,7 +38,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 20_143
+CODE = 20_154
 TEST_LINES = 33_272
 
 

@@ -28,10 +28,12 @@ def map_tensors(
         return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
     if not isinstance(value, Mapping):
         return value
-    # With its attributes, such as state_dict()._metadata.
-    changed = copy.copy(value) if isinstance(value, dict) else {}
-    for key, part in value.items():
-        changed[key] = map_tensors(part, function, kind)
+    parts = {key: map_tensors(part, function, kind) for key, part in value.items()}
+    if type(value) is dict or not isinstance(value, dict):
+        return parts  # a copy of a plain dict could not be compiled
+    changed = copy.copy(value)  # with its attributes, such as state_dict()._metadata
+    for key, part in parts.items():
+        changed[key] = part
     return changed
 
 
@@ -77,8 +79,7 @@ def tree_add(first: Any, second: Any) -> Any:
     """Returns the sum of two values of one form: tensors, or containers of tensors.
 
     Tensors are added where they correspond: by position in tuples and lists, by key in
-    dicts. A key that only one dict has keeps its value. Other values are added as
-    Python does.
+    dicts. A key that only one dict has keeps its value.
 
     >>> tree_add({"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.zeros(1)})
     {'a': tensor([2., 2.]), 'b': tensor([0.])}
@@ -92,4 +93,9 @@ def tree_add(first: Any, second: Any) -> Any:
         items = [tree_add(a, b) for a, b in zip(first, second, strict=True)]
         kind = type(first)
         return kind(*items) if hasattr(first, "_fields") else kind(items)
-    return first + second
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first + second
+    raise TypeError(
+        f"a {type(first).__name__} and a {type(second).__name__} cannot be added; give "
+        "tensors, or tuples, lists and dicts of tensors, in the same form every time"
+    )

@@ -352,8 +352,11 @@ def _dump_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         f"launch: {fn!r} and its arguments must be picklable, because replicas run in "
         "another process: pass a function defined at the top level of a module"
     )
-    sends = pickle if main else importlib.import_module("cloudpickle")
-    return pickle.dumps((main, dump((fn, args), failure, sends.Pickler)))
+    called = dump((fn, args), failure)
+    if not main and b"__main__" in called:
+        by_value = importlib.import_module("cloudpickle").Pickler
+        called = dump((fn, args), failure, by_value)
+    return pickle.dumps((main, called))
 
 
 @contextlib.contextmanager

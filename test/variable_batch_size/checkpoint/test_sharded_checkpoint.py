@@ -110,7 +110,7 @@ def test_exact_sums_have_the_same_bits_where_another_number_continues(tmp_path):
 def test_damaged_shards_make_the_checkpoint_before_count(stopped, tmp_path, caplog):
     folder = shutil.copytree(stopped, tmp_path / "copy")
     newest, before = files.saved_files(folder)
-    name = newest.read()["shards"]
+    name = files.load(newest.path)["shards"]
     part = sorted((folder / name).glob("*.distcp"))[1]
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
@@ -130,7 +130,7 @@ class Hostile:
 def test_nothing_of_the_shards_is_run(stopped, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = shutil.copytree(stopped, tmp_path / "copy")
-    state = files.saved_files(folder)[0].read()
+    state = files.load(files.saved_files(folder)[0].path)
     metadata = folder / state["shards"] / ".metadata"
     metadata.write_bytes(pickle.dumps(Hostile()))
     with pytest.raises(OSError, match=r"distributed\.checkpoint"):
