@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 20_154
-TEST_LINES = 33_272
+TEST_LINES = 33_283
 
 
 def test_lines_are_counted():

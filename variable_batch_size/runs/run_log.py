@@ -235,7 +235,7 @@ class RunLog:
         """Returns the losses since the last logging step. Collective if not live."""
         if self._share_steps > 1:  # else there are none that are not shared
             self._share_losses()
-        self._read()
+        self.flush()  # a member that joins has no lines of before
         return {"loss": self._shared_loss, "weight": self._sum("weight")}
 
     def change_members(self, generation: int) -> None:

@@ -236,6 +236,17 @@ def test_the_next_member_tells_what_one_before_it_died_with(tmp_path, monkeypatc
     assert table["step"].tolist() == list(range(1, len(table) + 1))
 
 
+def test_what_is_told_is_written_before_a_state_leaves(tmp_path):
+    """Who gave the state to a member that joins may die before it writes again."""
+    training = Training(tmp_path, log_steps=1000)
+    training.epoch(0)
+    training.log.state_dict()
+    written = vbs.read_run(training.log.path).updates["step"].tolist()
+    training.log.close()
+    assert len(written) > 3
+    assert written == vbs.read_run(training.log.path).updates["step"].tolist()
+
+
 def stopped(rank: int, folder: Path, ask_after: int | None) -> None:
     """Is asked to stop after an update, or between the epochs, where it is saved."""
     training = Saved(folder)
