@@ -64,7 +64,7 @@ def prefix_norms(
     for rows_BD in batches:
         sums_BD = rows_BD.to(before_D.dtype) - mean_D
         sums_BD[:1] += before_D
-        sums_BD.cumsum_(0)
+        sums_BD = sums_BD.cumsum(0)  # in place it fails on TorchTPU
         infinity = torch.maximum(sums_BD.amax(1), -sums_BD.amin(1))
         norms.append((infinity, squared_norms(sums_BD)))
         before_D = sums_BD[-1].clone()

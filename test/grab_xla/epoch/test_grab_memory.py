@@ -146,7 +146,7 @@ def test_a_state_has_the_vectors_that_the_pages_table_says(name):
 
 
 def test_herding_copies_some_vectors_at_a_time(monkeypatch):
-    """That of an epoch in one step takes the step's vectors once more."""
+    """That of an epoch in one step takes the step's vectors twice more."""
     monkeypatch.setattr(prefix_sums, "_PIECE", 2**12)
     vectors = torch.randn(BATCH, 1000)
     for order in (None, list(range(BATCH))[::-1]):
@@ -155,7 +155,7 @@ def test_herding_copies_some_vectors_at_a_time(monkeypatch):
     sampler = GraBSampler(range(BATCH), {"w": torch.zeros(1000)}, record_herding=True)
     list(sampler)
     sampler.step({"w": vectors})
-    assert peak_memory(lambda: sampler.sorter.herding) <= 1.2 * vectors.nbytes
+    assert peak_memory(lambda: sampler.sorter.herding) <= 2.2 * vectors.nbytes
 
 
 def test_a_group_takes_one_row_more_than_training(monkeypatch):
