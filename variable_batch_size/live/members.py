@@ -257,7 +257,8 @@ class LiveUpdates(Course):
             is_between |= self._update is not None
             generation = replica.change(self._mark(), is_between)
             marks = [tuple(offer.mark) for offer in generation.offers]
-            furthest = max(marks)  # of nobody with a state it is empty
+            furthest = max(marks)  # empty if no member has a state
+            # Members without a state, or with one of an earlier step.
             behind = [n for n, mark in enumerate(marks) if not mark or mark != furthest]
             self._check_progress(generation)
             try:
