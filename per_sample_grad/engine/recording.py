@@ -81,9 +81,10 @@ class RecordedCall(NamedTuple):
         return (self.owner.name, self.owner.rule, params, *call)
 
     @property
-    def given(self) -> list[torch.Tensor]:
-        """The tensors among its arguments."""
-        return tensors_in((self.call.args, self.call.kwargs))
+    def floats(self) -> list[torch.Tensor]:
+        """The tensors of floats among its arguments."""
+        given = tensors_in((self.call.args, self.call.kwargs))
+        return [each for each in given if each.is_floating_point()]
 
     def why_no_rows(self, num_samples: int) -> str:
         """Returns why its output does not count as having rows for samples."""

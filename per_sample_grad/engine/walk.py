@@ -185,11 +185,9 @@ class _Walk:
         self._model_params = {id(param) for param in self.settings.model.parameters()}
         self._custom: str | None = None
         self._reached: set[Node] = set()
-        # Operations that account for parameters: their rules, whether these run the
-        # node, where samples are, and the parameters by input.
-        self._uses: dict[
-            Node, tuple[ContributionRule, bool, Rows, dict[int, list[str]]]
-        ] = {}
+        # Operations that account for parameters: their rules, where samples are, and
+        # the parameters by input.
+        self._uses: dict[Node, tuple[ContributionRule, Rows, dict[int, list[str]]]] = {}
         # Calls that return the same for all samples: what rows of a table or buffers of
         # the model are computed from, and not what may be computed from the samples.
         # They are a part of what is computed from parameters alone.
@@ -234,8 +232,7 @@ class _Walk:
             return True
         if self._guess(recorded.shape, recorded.call.batch_dim) is not None:
             return False
-        given = [each for each in recorded.given if each.is_floating_point()]
-        unknown = [each for each in given if each not in self._known]
+        unknown = [each for each in recorded.floats if each not in self._known]
         return len(unknown) <= len(recorded.inputs)
 
     def _looks_up(self, recorded: RecordedCall) -> bool:
@@ -243,8 +240,7 @@ class _Walk:
 
         A table of positions may have as many rows as there are samples, or a multiple.
         """
-        floats = [each for each in recorded.given if each.is_floating_point()]
-        return self._num_samples > 1 and not floats
+        return self._num_samples > 1 and not recorded.floats
 
     def _parameters_below(self) -> dict[Node, frozenset[str]]:
         """Returns the parameters that each node depends on outside of calls."""
@@ -377,10 +373,11 @@ class _Walk:
             return _mixes(node)
         if operation.reads and not self._may_read:
             return _KEPT_BY_HOOKS
-        if operation.runs and not contributions.keeps_rows(node, slot):
+        runs_node = rule is contributions.by_its_node
+        if runs_node and not contributions.keeps_rows(node, slot):
             return _mixes(node)
         names = sorted(self._below[below])
-        use = self._uses.setdefault(node, (rule, operation.runs, place.rows, {}))
+        use = self._uses.setdefault(node, (rule, place.rows, {}))
         use[-1][slot] = names
         if not place.is_certain:
             self.astray.update(names)
@@ -458,12 +455,11 @@ class _Walk:
         """Returns operations, each as a call of the module with its first parameter."""
         model, params = self.settings.model, self.settings.params
         calls = []
-        for node, (rule, is_late, rows, slots) in self._uses.items():
+        for node, (rule, rows, slots) in self._uses.items():
             names = tuple(dict.fromkeys(n for each in slots.values() for n in each))
             owner = names[0].rpartition(".")[0]
             module = model.get_submodule(owner)
-            kind = node.name().removesuffix("Backward0")
-            kind = f"{kind} in {type(module).__name__}"
+            kind = f"{node.name().removesuffix('Backward0')} in {type(module).__name__}"
             by_name = {name: name for name in names}
             recorded = RecordedModule(
                 owner, kind, contributions.by_operation, by_name, names
@@ -473,6 +469,7 @@ class _Walk:
                 module, (), {}, rows.axis, node, rule, rows, own, self._num_samples
             )
             edge, shape = GradientEdge(node, 0), torch.Size(nodes.output_shape(node))
+            is_late = rule is contributions.by_its_node
             calls.append(RecordedCall(recorded, call, edge, shape, is_late=is_late))
         return calls
 

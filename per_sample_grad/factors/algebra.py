@@ -60,10 +60,7 @@ def _dots(contribution: Part, vectors: torch.Tensor) -> torch.Tensor:
 
 
 def add_weighted_sums_(
-    totals: torch.Tensor,
-    contribution: Contribution,
-    weights: torch.Tensor,
-    budget: int,
+    totals: torch.Tensor, contribution: Contribution, weights: torch.Tensor, budget: int
 ) -> None:
     """Adds ``Σ_n w_kn g_n`` to ``(K, *shape)``, in place, for K weightings.
 

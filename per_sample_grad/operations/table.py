@@ -35,14 +35,11 @@ class Operation:
         layout: Where its inputs have the samples.
         contribution: What samples contribute to an input; None: unknown.
         reads: Whether ``contribution`` reads what the operation has saved.
-        runs: Whether it runs the node itself. A backward pass that is under way would
-            not let it compute what the pass does not ask for.
     """
 
     layout: LayoutRule
     contribution: ContributionRule | None = None
     reads: bool = True
-    runs: bool = False
 
 
 def operation_of(node: Node) -> Operation | None:
@@ -75,7 +72,7 @@ def layout_of(
         return None
     shape = nodes.output_shape(node, number)
     query = LayoutQuery(
-        node, shape, rows, nodes.input_shapes(node), num_samples, may_read
+        node, shape, *rows, nodes.input_shapes(node), num_samples, may_read
     )
     try:
         found = operation.layout(query)
@@ -117,7 +114,7 @@ _ATTENTIONS = """
 _BATCH_NORMS = "CudnnBatchNorm MiopenBatchNorm NativeBatchNormLegitNoTraining"
 # Of other operations that compute each number from those in its place, which torch's
 # tags tell, autograd's own formula has a row for each sample.
-_POINTWISE = Operation(layouts.broadcast, gets.by_its_node, runs=True)
+_POINTWISE = Operation(layouts.broadcast, gets.by_its_node)
 _FIRST = layouts.within(layouts.all_but_first)
 _NORMALIZED = layouts.within(layouts.normalized)
 _MATRICES = (0, None), (None, 1)
