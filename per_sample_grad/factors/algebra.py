@@ -249,8 +249,6 @@ def _pairs(a: Part, b: Part) -> torch.Tensor:
     """Returns ``⟨a_i, b_j⟩``, ``(n, n')``, from ``n T n' T'`` products per group."""
     if isinstance(a, Dense) and isinstance(b, Dense):
         return a.values.flatten(1) @ b.values.flatten(1).T
-    assert not isinstance(a, Dense)
-    assert not isinstance(b, Dense)
     # As one sample that has all positions.
     kernel = _kernel(forms.regroup(a, 1), forms.regroup(b, 1))
     shape = (-1, forms.num_rows(a), a.positions, forms.num_rows(b), b.positions)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -163,14 +162,11 @@ def why_no_rule(module: nn.Module) -> str | None:
         )
     if kind in RULES:
         return None
-    known = [base.__name__ for base in kind.__mro__[1:] if base in RULES]
-    remark = (
-        f", and as a {known[0]} it may compute something else; if not, "
-        f"register_rule({kind.__name__}, like={known[0]})"
-        if known
-        else ""
-    )
-    return f"no rule is registered for {kind.__name__}{remark}"
+    why = f"no rule is registered for {kind.__name__}"
+    if known := [base.__name__ for base in kind.__mro__[1:] if base in RULES]:
+        why += f", and as a {known[0]} it may compute something else; if not, "
+        why += f"register_rule({kind.__name__}, like={known[0]})"
+    return why
 
 
 def is_of_torch(module: nn.Module, rule: Rule | None) -> bool:
@@ -180,10 +176,8 @@ def is_of_torch(module: nn.Module, rule: Rule | None) -> bool:
     others was only seen to do so with the data of a comparison.
     """
     of_rule = getattr(rule, "__module__", None) or ""
-    package = __name__.partition(".")[0]
-    return type(module).__module__.startswith("torch.nn.") and of_rule.startswith(
-        f"{package}.layers."
-    )
+    is_own = of_rule.startswith(f"{__package__}.")
+    return is_own and type(module).__module__.startswith("torch.nn.")
 
 
 def apply(
@@ -237,7 +231,7 @@ def _fault(part: object, rows: Collection[int], shape: tuple[int, ...]) -> str |
 
     ``rows`` are allowed numbers of rows.
     """
-    height, width = shape[0] if shape else 1, math.prod(shape[1:])
+    height, width = forms.matrix_shape(shape)
     match part:
         case forms.Dense(values):
             got, fits = [values], tuple(values.shape[1:]) == shape
