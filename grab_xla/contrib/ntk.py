@@ -202,8 +202,7 @@ def eigen_order(
 
 def _check_finite(rows: Tensor, what: str) -> None:
     """Raises ValueError with the indices of samples whose rows are not finite."""
-    bad = (~rows.isfinite().all(1)).cpu().nonzero().flatten().tolist()
-    if bad:
+    if bad := (~rows.isfinite().all(1)).cpu().nonzero().flatten().tolist():
         more = f" and {len(bad) - 10} more" if len(bad) > 10 else ""
         raise ValueError(
             f"{what} must be finite, got others for samples {bad[:10]}{more} of "

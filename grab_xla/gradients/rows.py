@@ -70,8 +70,7 @@ class GradientMatrix:
         given = model.named_parameters(remove_duplicate=False)
         found = {name: each for name, each in given if each.requires_grad}
         kinds = {name: parameter.shape for name, parameter in found.items()}
-        wrong = [name for name in self.shapes if kinds.get(name) != self.shapes[name]]
-        if wrong:
+        if wrong := [n for n, shape in self.shapes.items() if kinds.get(n) != shape]:
             raise ValueError(
                 f"record: {', '.join(wrong[:5])} of GraBSampler's trainable_params are "
                 "not trainable parameters of the model, of the same shapes; build the "

@@ -92,8 +92,7 @@ def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
         # A shared parameter may be asked for by any of its names.
         every = dict(model.named_parameters(remove_duplicate=False))
         trainable = {name for name, param in every.items() if param.requires_grad}
-        wrong = sorted(set(params) - trainable)
-        if wrong:
+        if wrong := sorted(set(params) - trainable):
             raise ValueError(
                 f"params: {listed(wrong)} are not trainable parameters of the "
                 f"model; allowed are {listed([*trained]) or 'none'}"

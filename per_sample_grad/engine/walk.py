@@ -129,8 +129,7 @@ def walk(settings: Settings, losses: torch.Tensor, recorder: Recorder) -> Table:
         call.versions.refuse_changes(_CHANGED, call.owner)
     leaves = [getattr(node, "variable", None) for node in passed]
     others = [x for x in leaves if x is not None and id(x) not in settings.names]
-    compared = key, proof, astray, is_structural
-    return Table(passed, calls, problems, *compared, others)
+    return Table(passed, calls, problems, key, proof, astray, is_structural, others)
 
 
 class _Place(NamedTuple):
@@ -181,7 +180,6 @@ class _Walk:
         self.problems: dict[str, str] = {}
         self.astray: set[str] = set()
         self._num_samples = len(self.losses)
-        self._names = self.settings.names
         self._model_params = {id(param) for param in self.settings.model.parameters()}
         self._custom: str | None = None
         self._reached: set[Node] = set()
@@ -251,7 +249,7 @@ class _Walk:
                 names = call.owner.names if self._looks_up(call) else ()
                 below[node] = frozenset(names)
                 continue
-            name = self._names.get(id(getattr(node, "variable", None)))
+            name = self.settings.names.get(id(getattr(node, "variable", None)))
             found = [below[each] for each, _ in node.next_functions if each is not None]
             below[node] = frozenset([name] if name else ()).union(*filter(None, found))
         return below
@@ -274,7 +272,7 @@ class _Walk:
             place = place._replace(inside=None)
         is_outside, variable = place.inside is None, getattr(node, "variable", None)
         if variable is not None:
-            name = self._names.get(id(variable))
+            name = self.settings.names.get(id(variable))
             if name is not None and is_outside:
                 self.problems.setdefault(name, place.why)
             return []

@@ -322,8 +322,7 @@ def check_vectors(
     vectors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> bool:
     """Returns whether there are K vectors for every parameter, and not one."""
-    differing = sorted(set(vectors) ^ set(shapes))
-    if differing:
+    if differing := sorted(set(vectors) ^ set(shapes)):
         raise ValueError(f"dot: {', '.join(differing)} must be both given and captured")
     many = all(vectors[name].dim() > len(shape) for name, shape in shapes.items())
     counts = {vectors[name].shape[:many] for name in shapes}

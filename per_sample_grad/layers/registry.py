@@ -297,8 +297,7 @@ class Owned:
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = list(model.buffers())
-        owned = map(memory, (*model.parameters(), *self._buffers))
-        self._memories = {where for where in owned if where is not None}
+        self._memories = {*map(memory, (*model.parameters(), *self._buffers))} - {None}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         is_one = any(tensor is each for each in self._buffers)

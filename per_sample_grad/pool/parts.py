@@ -85,8 +85,7 @@ class Parts:
         except (ValueError, RecursionError, IsADirectoryError) as error:
             raise ValueError(f"{path} is damaged ({error}). {_ANOTHER}") from error
         saved = saved if isinstance(saved, dict) else {}
-        found = differences(saved, own, {name: name for name in {**own, **saved}})
-        if found:
+        if found := differences(saved, own, {name: name for name in {**own, **saved}}):
             more = f"; and {len(found) - _FEW} more" if len(found) > _FEW else ""
             raise ValueError(
                 f"{self.folder} holds scores of something else: "
