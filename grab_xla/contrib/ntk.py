@@ -85,8 +85,7 @@ def per_sample_gradients(
 
     rows, names = [], list(params)
     # Its own generator: a loader draws a seed even where it does not shuffle.
-    loader = DataLoader(dataset, batch_size, generator=torch.Generator())
-    for x, y in loader:
+    for x, y in DataLoader(dataset, batch_size, generator=torch.Generator()):
         # The last batch is filled up: one shape is one program and one comparison.
         filled = torch.arange(min(batch_size, num_samples)).clamp(max=len(x) - 1)
         x, y = (

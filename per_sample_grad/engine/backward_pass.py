@@ -241,8 +241,7 @@ class BackwardPass:
         def come_by(number: int, gradients: Sequence[torch.Tensor | None]) -> None:
             gradient = gradients[edges[number].output_nr]
             if late[number] and gradient is not None:
-                versions = forms.Versions([gradient])
-                kept.append((number, gradient, versions))
+                kept.append((number, gradient, forms.Versions([gradient])))
             else:
                 self._apply(number, gradient)
 

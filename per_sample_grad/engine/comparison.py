@@ -195,8 +195,7 @@ class Comparer:
             by_kind[owner.kind] = terms if before is None else before + terms
         if gradient.dtype == torch.float16:
             nonzero = (gradient != 0).sum()
-            tiny = torch.finfo(torch.float16).tiny
-            small = nonzero - (gradient.abs() >= tiny).sum()
+            small = nonzero - (gradient.abs() >= torch.finfo(torch.float16).tiny).sum()
             self._underflow.append(small / nonzero.clamp(min=1))
 
     def says_nothing_new(self, seen: Mapping[str, int]) -> bool:
@@ -213,10 +212,8 @@ class Comparer:
             self._distances = {n: (zero, each.norm()) for n, each in self._sums.items()}
             unseen = self.result().unseen
             return all(unseen.get(name, math.inf) <= seen[name] for name in self._sums)
-        kinds = [
-            each for by_kind in self._rounding.values() for each in by_kind.values()
-        ]
-        sizes = [terms[0].float() for terms in kinds]
+        terms = [x for by_kind in self._rounding.values() for x in by_kind.values()]
+        sizes = [each[0].float() for each in terms]
         return not sizes or not bool(torch.stack(sizes).count_nonzero())
 
     def result(self) -> Comparison:

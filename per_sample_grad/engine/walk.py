@@ -33,7 +33,7 @@ from per_sample_grad.errors import CoverageError
 from per_sample_grad.layers.registry import Owned, is_of_torch, why_no_rule
 from per_sample_grad.operations import contributions, layouts, nodes
 from per_sample_grad.operations.contributions import ContributionRule
-from per_sample_grad.operations.layouts import Rows, by_shape
+from per_sample_grad.operations.layouts import Rows, Shape, by_shape, through_view
 from per_sample_grad.operations.table import layout_of, operation_of
 
 # Nodes that depend on more than their inputs in the graph.
@@ -302,9 +302,7 @@ class _Walk:
         if place.rows is not None and place.is_certain:
             shape = nodes.output_shape(place.node, place.number)
             with contextlib.suppress(layouts.Unknown):
-                found = layouts.through_view(
-                    shape, place.rows, call.shape, self._num_samples
-                )
+                found = through_view(shape, place.rows, call.shape, self._num_samples)
         is_certain = found == self._guess(call.shape, call.call.batch_dim) is not None
         if not is_certain:
             self.astray.update(call.owner.names)
@@ -320,9 +318,7 @@ class _Walk:
             found.append(_Place(node, number, rows, is_certain and len(shape) > 1, why))
         return found
 
-    def _guess(
-        self, shape: Sequence[int] | None, dim: int | None = None
-    ) -> Rows | None:
+    def _guess(self, shape: Shape | None, dim: int | None = None) -> Rows | None:
         """Returns where a tensor has its samples as far as shapes tell."""
         dim = self.settings.default_batch_dim if dim is None else dim
         return None if shape is None else by_shape(shape, dim, self._num_samples)

@@ -71,7 +71,7 @@ def add_weighted_sums_(
     weights, has_weight = weights.to(totals.dtype), (weights != 0).any(0)
     for start, stop, some in _parts(contribution, budget):
         own, kept = weights[:, start:stop], has_weight[start:stop]
-        some = forms.mapped(some, functools.partial(_where, kept, totals.dtype))
+        some = forms.mapped(some, functools.partial(_only, kept, totals.dtype))
         match some:
             case Outer(left, right):
                 by_position = own.repeat_interleave(left.shape[2], 1)[:, None, :, None]
@@ -84,9 +84,7 @@ def add_weighted_sums_(
                 totals.view(len(totals), -1).addmm_(own, values.flatten(1))
 
 
-def _where(
-    kept: torch.Tensor, dtype: torch.dtype, values: torch.Tensor
-) -> torch.Tensor:
+def _only(kept: torch.Tensor, dtype: torch.dtype, values: torch.Tensor) -> torch.Tensor:
     """Returns zeros for the samples that are not ``kept``, ``(N,)`` bool."""
     kept = kept.view(-1, *[1] * (values.dim() - 1))
     return torch.where(kept, values, torch.zeros_like(values)).to(dtype)

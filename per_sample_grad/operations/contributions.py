@@ -55,8 +55,7 @@ def summed_to_source(values: torch.Tensor, node: Node, slot: int, axis: int) -> 
     own = list(nodes.aligned(shape, nodes.output_shape(node)))
     own.pop(axis)
     kept = [dim for dim, size in enumerate(own, start=1) if size != 1]
-    found = registry.over_positions(values, kept)
-    return Dense(found.reshape(len(values), *shape))
+    return Dense(registry.over_positions(values, kept).reshape(len(values), *shape))
 
 
 def added(node: Node, slot: int, grad: torch.Tensor, axis: int) -> Contribution:

@@ -70,10 +70,8 @@ def layout_of(
     operation = operation_of(node)
     if operation is None:
         return None
-    shape = nodes.output_shape(node, number)
-    query = LayoutQuery(
-        node, shape, *rows, nodes.input_shapes(node), num_samples, may_read
-    )
+    shape, inputs = nodes.output_shape(node, number), nodes.input_shapes(node)
+    query = LayoutQuery(node, shape, *rows, inputs, num_samples, may_read)
     try:
         found = operation.layout(query)
     except Unknown:

@@ -131,8 +131,7 @@ def _read(value: Any) -> tuple[str, dict[str, Any]]:
         own = vars(value)
         parts = {"__class__": kind, "forward": kind.forward}
         parts |= {name: own[name] for name in sorted(own.keys() - _NOT_VALUES)}
-        hooks = [name for name in own if name.endswith(_HOOKS) and own[name]]
-        parts |= {name: [*own[name].values()] for name in hooks}
+        parts |= {n: [*own[n].values()] for n in own if n.endswith(_HOOKS) and own[n]}
         parts |= value._parameters | value._buffers | value._modules
     else:
         parts = _saved(value)

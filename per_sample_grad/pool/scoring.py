@@ -326,8 +326,7 @@ class PoolRun:
         """Returns the scores of a block, ``(block_size, *width)`` float32."""
         self.scorer.given = given if self.labels == "given" else None
         with blocks.noted(f"while {given} of the pool were scored"):
-            labelled = LABELS[self.labels]
-            found = labelled(self.score.values, self.scorer, inputs, targets)
+            found = LABELS[self.labels](self.score.values, self.scorer, inputs, targets)
         found = found.detach().float()
         xla_replica.current().sync()
         return found
