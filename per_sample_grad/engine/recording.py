@@ -152,9 +152,12 @@ class Recorder:
         }
         if places:
             params = {n: known[id(place[2])] for n, place in places.items()}
-            reads: Sequence[torch.Tensor] = ()
+            reads: list[torch.Tensor] = []
             if rule is not None and rule not in registry.ONLY_ARGUMENTS:
-                reads = registry.tensors_read(module)
+                # A forward pass that trains may write into buffers, which then are of
+                # no gradient.
+                reads += module.parameters()
+                reads += () if module.training else module.buffers()
             owner = RecordedModule(
                 name, type(module).__name__, rule, params,
                 tuple(dict.fromkeys(params.values())),

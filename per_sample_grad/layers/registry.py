@@ -141,14 +141,6 @@ def rule_of(module: nn.Module) -> Rule | None:
     return None if why_no_rule(module) else RULES[type(module)]
 
 
-def tensors_read(module: nn.Module) -> list[torch.Tensor]:
-    """Returns the tensors of a module that a rule may read in the backward pass.
-
-    A forward pass that trains may write into buffers, which then are of no gradient.
-    """
-    return [*module.parameters(), *(() if module.training else module.buffers())]
-
-
 def why_no_rule(module: nn.Module) -> str | None:
     """Returns why this very module has no rule; None if it has one."""
     attributes, kind = vars(module), type(module)

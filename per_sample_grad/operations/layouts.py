@@ -207,12 +207,9 @@ def restrided(of: LayoutQuery) -> Layout:
     mean, _ = of.node.next_functions[0]
     _, channels, *rest = of.shape
     strides = tuple(of.node._saved_stride)  # type: ignore[attr-defined]
-    if (
-        of.inputs[0] != of.shape
-        or (mean is not None and mean.name() != "MeanBackward1")
-        or rest != [1, 1]
-        or strides != (channels, 1, channels, channels)
-    ):
+    is_same = of.inputs[0] == of.shape and strides == (channels, 1, channels, channels)
+    is_mean = mean is None or mean.name() == "MeanBackward1"
+    if not is_same or not is_mean or rest != [1, 1]:
         raise Unknown
     return [of.dim]
 

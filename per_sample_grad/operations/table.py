@@ -100,10 +100,6 @@ _ALONG_A_DIMENSION = """
     SumBackward1 MeanBackward1 ProdBackward1 MedianBackward1 NanmedianBackward1
     NormBackward1 NormBackward3 SortBackward1 IndexFillBackward1 ScatterBackward1
 """
-_SAMPLES_FIRST = """
-    ConvolutionOverrideable CudnnConvolution Im2Col Col2Im MultiMarginLoss
-    MultilabelMarginLoss
-"""
 _ATTENTIONS = """
     ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention
     ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention
@@ -131,7 +127,8 @@ OPERATIONS: dict[str, Operation] = {
     **_rows("ViewAsReal ViewAsComplex", layouts.within(lambda of: ())),
     **_rows("AsStridedBackward1", layouts.restrided),
     **_rows("Index", layouts.indexed),
-    **_rows(_SAMPLES_FIRST, _FIRST),
+    **_rows("ConvolutionOverrideable CudnnConvolution Im2Col Col2Im", _FIRST),
+    **_rows("MultiMarginLoss MultilabelMarginLoss", _FIRST),
     **_rows("FusedRmsNorm", _NORMALIZED),
     **_rows(_BATCH_NORMS, layouts.batch_normalized),
     **_rows("ConstantPadNd", layouts.within(layouts.padded)),
