@@ -158,11 +158,9 @@ class Recorder:
                 # no gradient.
                 reads += module.parameters()
                 reads += () if module.training else module.buffers()
-            owner = RecordedModule(
-                name, type(module).__name__, rule, params,
-                tuple(dict.fromkeys(params.values())),
-                places=(*places.values(),), reads=reads,
-            )  # fmt: skip
+            kind, names = type(module).__name__, tuple(dict.fromkeys(params.values()))
+            held = tuple(places.values())
+            owner = RecordedModule(name, kind, rule, params, names, held, reads)
             hooks.append(functools.partial(self._record, owner))
         # The output is replaced before the call is recorded.
         if isinstance(module, normalisation.NORMALISING):

@@ -57,10 +57,8 @@ class Settings:
                 f"batch_dim names {', '.join(sorted(unknown))}, not in "
                 'model.named_modules(); "" stands for all others'
             )
-        _check_options(
-            self.default_batch_dim, self.fallback, self.check, self.method, self.budget,
-            self.scale,
-        )  # fmt: skip
+        others = self.fallback, self.check, self.method, self.budget, self.scale
+        _check_options(self.default_batch_dim, *others)
 
 
 @functools.lru_cache(typed=True)  # a loop asks for the same every time

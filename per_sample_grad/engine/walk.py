@@ -42,9 +42,7 @@ _BY_DATA = (
     "IndexPutBackward0",
 )  # fmt: skip
 # Nodes that bring dimensions into another order, or only change a shape.
-_MOVES = (
-    *nodes.UNCHANGED, "PermuteBackward0", "TransposeBackward0", "TBackward0",
-)  # fmt: skip
+_MOVES = {*nodes.UNCHANGED, "PermuteBackward0", "TransposeBackward0", "TBackward0"}
 # Nodes that take one sample out of all.
 _TAKE = ("UnbindBackward0", "SelectBackward0")
 _CHANGED = (
