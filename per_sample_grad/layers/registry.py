@@ -237,8 +237,7 @@ def _fault(part: object, rows: Collection[int], shape: tuple[int, ...]) -> str |
         case forms.Windows(left):
             got, fits = [left], left.dim() == 4
         case _:
-            kind = type(part).__name__
-            return None if isinstance(part, forms.Contribution) else f"a {kind}"
+            return f"a {type(part).__name__}"
     if fits and got[0].dim() and len(got[0]) in rows:
         return None
     sizes = " and ".join(str(tuple(each.shape)) for each in got)
