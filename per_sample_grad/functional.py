@@ -209,14 +209,13 @@ def coverage(
     found = recorded._run(losses, lambda _: None, reported=True)
     assert found.compared is not None
     errors, tolerance = found.compared.errors, found.compared.tolerance
-    return Coverage(
-        {
-            name: ParameterCoverage(
-                uses=tuple(str(m) for m in found.modules if name in m.params.values()),
-                problems=tuple(found.problems.get(name, ())),
-                error=errors[name],
-                correct=errors[name] <= tolerance,
-            )
-            for name in recorded.params
-        }
-    )
+    parameters = {
+        name: ParameterCoverage(
+            uses=tuple(str(m) for m in found.modules if name in m.params.values()),
+            problems=tuple(found.problems.get(name, ())),
+            error=errors[name],
+            correct=errors[name] <= tolerance,
+        )
+        for name in recorded.params
+    }
+    return Coverage(parameters)

@@ -406,10 +406,7 @@ class BackwardPass:
             self.compared = comparer.result()
         comparison.raise_if_wrong(self.compared)
         if not self.compared.unknown:
-            new = Proof(
-                self.compared.unseen,
-                astray=frozenset(table.astray),
-                is_structural=table.is_structural,
-            )
+            astray, is_structural = frozenset(table.astray), table.is_structural
+            new = Proof(self.compared.unseen, astray, is_structural)
             proof = (table.proof or new).after(self.compared, wrong)
             comparison.PROVEN.setdefault(self.settings.model, {})[table.key] = proof

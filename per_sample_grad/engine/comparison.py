@@ -328,28 +328,25 @@ class Proof:
 
     Attributes:
         unseen: How many contributions were seen, of parameters where that is not all.
-        wrong: Those that a fallback had to replace.
-        total_norm: The norm of the whole gradient.
-        cancelling: Those whose positions cancel.
         astray: As in `walk.Table`, if ``is_structural``.
         is_structural: Whether all calls that the losses depend on account for the
             parameters, and nothing else does, whatever the data.
+        wrong: Those that a fallback had to replace.
+        total_norm: The norm of the whole gradient.
+        cancelling: Those whose positions cancel.
     """
 
     unseen: Mapping[str, int]
+    astray: frozenset[str]
+    is_structural: bool
     wrong: frozenset[str] = frozenset()
     total_norm: float = 0.0
     cancelling: frozenset[str] = frozenset()
-    astray: frozenset[str] = frozenset()
-    is_structural: bool = False
 
     def after(self, found: Comparison, wrong: Collection[str]) -> Proof:
         """Returns what is proven after another comparison."""
-        unseen = {
-            name: max(count, self.unseen[name])
-            for name, count in found.unseen.items()
-            if name in self.unseen
-        }
+        both = [name for name in found.unseen if name in self.unseen]
+        unseen = {name: max(found.unseen[name], self.unseen[name]) for name in both}
         return dataclasses.replace(
             self,
             unseen=unseen,

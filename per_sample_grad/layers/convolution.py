@@ -86,10 +86,8 @@ def windows(
         widths: How much is added to ``source``, before and after each of S.
         mode: What is added, as a convolution's ``padding_mode``.
     """
-    unfolding = Unfolding(
-        widths, mode, layer.kernel_size, layer.stride, layer.dilation,
-        factor.shape[2:], layer.groups,
-    )  # fmt: skip
+    sizes = layer.kernel_size, layer.stride, layer.dilation, factor.shape[2:]
+    unfolding = Unfolding(widths, mode, *sizes, layer.groups)
     # (N, G, P, p), positions before features
     left = factor.flatten(2).unflatten(1, (layer.groups, -1)).transpose(2, 3)
     return Windows(left, source, unfolding, math.prod(layer.kernel_size))

@@ -266,11 +266,8 @@ def affine(
         normalize: Maps the input of any number of samples to a new tensor x̂.
     """
     dtype = forms.accumulation_dtype(call.input.dtype, grad.dtype)
-    weight = normalize(call.input.to(dtype)).mul_(grad)
-    return {
-        "weight": forms.Dense(over_positions(weight, kept)),
-        "bias": forms.Dense(over_positions(grad, kept)),
-    }
+    found = {"weight": normalize(call.input.to(dtype)).mul_(grad), "bias": grad}
+    return {n: forms.Dense(over_positions(x, kept)) for n, x in found.items()}
 
 
 def memory(tensor: torch.Tensor) -> int | None:

@@ -117,13 +117,8 @@ class BlockSource:
             for first in range(start, stop, self._batch_size)
         ]
         collate = functools.partial(_collate_blocks, self.collate, self.block_size)
-        loader = DataLoader(
-            self.dataset,
-            batch_sampler=map(list, asked),
-            collate_fn=collate,
-            **self._options,
-        )
-        batches = iter(loader)
+        how = self._options | {"batch_sampler": map(list, asked), "collate_fn": collate}
+        batches = iter(DataLoader(self.dataset, **how))
         for indices in asked:
             where = f"samples {indices[0]} to {indices[-1]}"
             with noted(f"while {where} of the pool were loaded"):
