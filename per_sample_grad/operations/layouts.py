@@ -165,9 +165,7 @@ def along(name: str, leading: int = 0) -> LayoutRule:
 def sliced(of: LayoutQuery) -> Layout:
     """Also along the samples, where nothing is left out."""
     [shape] = of.inputs
-    if shape == of.shape:
-        return [of.dim]
-    return along("dim")(of)
+    return [of.dim] if shape == of.shape else along("dim")(of)
 
 
 def within(mixed: Callable[[LayoutQuery], Iterable[int]], count: int = 1) -> LayoutRule:
