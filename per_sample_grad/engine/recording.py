@@ -152,12 +152,12 @@ class Recorder:
         }
         if places:
             params = {n: known[id(place[2])] for n, place in places.items()}
-            reads: list[torch.Tensor] = []
+            reads: Sequence[torch.Tensor] = ()
             if rule is not None and rule not in registry.ONLY_ARGUMENTS:
                 # A forward pass that trains may write into buffers, which then are of
                 # no gradient.
-                reads += module.parameters()
-                reads += () if module.training else module.buffers()
+                buffers = () if module.training else module.buffers()
+                reads = [*module.parameters(), *buffers]
             kind, names = type(module).__name__, tuple(dict.fromkeys(params.values()))
             held = tuple(places.values())
             owner = RecordedModule(name, kind, rule, params, names, held, reads)
