@@ -93,7 +93,7 @@ class BlockSource:
         self._options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
         self.split = split
         len(self.dataset)  # what has none is a TypeError
-        size = loader.batch_size or block_size if batch_size is None else batch_size
+        size = (loader.batch_size or block_size) if batch_size is None else batch_size
         self._batch_size = self.rounded_up(check_integer("batch_size", size, least=1))
 
     def rounded_up(self, samples: int) -> int:
