@@ -120,15 +120,12 @@ class Recorder:
         modules = [*self._settings.model.named_modules()]
         if any(isinstance(each, normalisation.NORMALISING) for _, each in modules):
             normalisation.refuse_batch_statistics(self._settings.model)
+        how = {"prepend": True, "with_kwargs": True}  # before others of the module
         with contextlib.ExitStack() as placed:
             for name, module in modules:
                 _run_as_written(module, placed)
                 for hook in self._hooks_of(name, module):
-                    # Each is put before the others of the module.
-                    handle = module.register_forward_hook(
-                        hook, prepend=True, with_kwargs=True
-                    )
-                    placed.callback(handle.remove)
+                    placed.callback(module.register_forward_hook(hook, **how).remove)
             self._placed = placed.pop_all()
 
     def stop(self, *, forget: bool = False) -> None:

@@ -258,13 +258,11 @@ def _project(use: forms.Contribution, folds: Folds, budget: int) -> torch.Tensor
     like = forms.float_factor(use)
     if isinstance(use, forms.Dense) and folds.num_columns == 1:
         return _along(like.flatten(1), folds.rows, 1)
-    if isinstance(use, forms.Windows) and traits(like).is_host:
-        budget = min(budget, _CACHE)
     (p, q), (k1, k2) = folds[3:5], folds.kept
+    elements = use.positions * (k1 + k2)
     if isinstance(use, forms.Windows):
         elements = forms.unfolded(use) * use.width
-    else:
-        elements = use.positions * (k1 + k2)
+        budget = min(budget, _CACHE) if traits(like).is_host else budget
     elements += p * q if isinstance(use, forms.Dense) else min(p * k2, k1 * q)
     size = max(1, budget // (elements * like.dtype.itemsize))
     found = [
