@@ -175,10 +175,8 @@ class Coverage:
         width = max(len(name) for name in self.parameters)
         lines = []
         for name, found in self.parameters.items():
-            if found.problems:
-                state = "needs a fallback"
-            else:
-                state = "ok" if found.correct else "WRONG"
+            state = "ok" if found.correct else "WRONG"
+            state = "needs a fallback" if found.problems else state
             what = "; ".join((*found.uses, *found.problems)) or "not used by the losses"
             lines.append(f"{name:<{width}}  {state}  (error {found.error:.1e})  {what}")
         verdict = "complete" if self.complete else "NOT complete"
@@ -211,14 +209,13 @@ def coverage(
     found = recorded._run(losses, lambda _: None, reported=True)
     assert found.compared is not None
     errors, tolerance = found.compared.errors, found.compared.tolerance
-    return Coverage(
-        {
-            name: ParameterCoverage(
-                uses=tuple(str(m) for m in found.modules if name in m.params.values()),
-                problems=tuple(found.problems.get(name, ())),
-                error=errors[name],
-                correct=errors[name] <= tolerance,
-            )
-            for name in recorded.params
-        }
-    )
+    parameters = {
+        name: ParameterCoverage(
+            uses=tuple(str(m) for m in found.modules if name in m.params.values()),
+            problems=tuple(found.problems.get(name, ())),
+            error=errors[name],
+            correct=errors[name] <= tolerance,
+        )
+        for name in recorded.params
+    }
+    return Coverage(parameters)

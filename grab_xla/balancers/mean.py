@@ -117,12 +117,27 @@ class SignBalance(MeanBalance):
         return torch.sign(rows_RD).masked_fill_(is_bad, torch.nan), state["mean"]
 
 
+class ScaledBalance(MeanBalance):
+    """Mean balance of rows that are centred and divided by the state's ``scale``.
+
+    The state adds ``scale`` (1, columns), which begins at one.
+    """
+
+    def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
+        state = super().init(num_columns, dtype, device)
+        return {**state, "scale": torch.ones_like(state["mean"])}
+
+    def centred(self, state: State, rows_RD: Tensor) -> tuple[Tensor, None]:
+        # In columns that fill up a replica's share all is zero.
+        return (rows_RD - state["mean"]).div_(state["scale"].clamp(min=1e-30)), None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdaMeanBalance(MeanBalance):
+class AdaMeanBalance(ScaledBalance):
     """Mean balance of gradients divided by the root of their second moment.
 
     That is what ``sampler.sorter.update_v`` received, such as Adam's; one if it was not
-    called. The state adds its root, ``scale`` (1, columns).
+    called. The state's ``scale`` is its root.
 
     Attributes:
         eps: Added to the root.
@@ -132,17 +147,10 @@ class AdaMeanBalance(MeanBalance):
 
     eps: float = checked(1e-8, above=0)
 
-    def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
-        state = super().init(num_columns, dtype, device)
-        return {**state, "scale": torch.ones_like(state["mean"])}
-
     def begin_epoch(self, state: State) -> State:
         # Deviations were divided by the scale; the mean is in the gradients' unit.
         state["sums"][-1:] *= state["scale"]
         return super().begin_epoch(state)
-
-    def centred(self, state: State, rows_RD: Tensor) -> tuple[Tensor, None]:
-        return scaled(state, rows_RD), None
 
     def update_v(self, state: State, second_moment: Tensor) -> State:
         """Returns the state with this epoch's deviations in the new unit.
@@ -153,9 +161,3 @@ class AdaMeanBalance(MeanBalance):
         scale = torch.where(where_finite(scale), scale, state["scale"])
         state["sums"][-1:] *= state["scale"] / scale
         return {**state, "scale": scale}
-
-
-def scaled(state: State, rows_RD: Tensor) -> Tensor:
-    """Returns rows that are centred and divided by the state's ``scale``."""
-    # In columns that fill up a replica's share all is zero.
-    return (rows_RD - state["mean"]).div_(state["scale"].clamp(min=1e-30))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, State
-from grab_xla.balancers.mean import MeanBalance, scaled
+from grab_xla.balancers.mean import MeanBalance, ScaledBalance
 from grab_xla.balancing.decisions import Decisions, squared_norms, without_nan
 from xla_replica import where_finite
 from xla_replica.common.arguments import check_number, checked
@@ -89,7 +89,7 @@ class EMABalance(MovingAverages):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdaEMABalance(MovingAverages):
+class AdaEMABalance(ScaledBalance, MovingAverages):
     """Centred and scaled by Adam's two averages of the means of the steps.
 
     Attributes:
@@ -107,12 +107,5 @@ class AdaEMABalance(MovingAverages):
         for beta in self.betas:
             check_number("betas", beta, above=0, below=1)
 
-    def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
-        state = super().init(num_columns, dtype, device)
-        return {**state, "scale": torch.ones_like(state["mean"])}
-
     def estimated(self, state: State, mean: Tensor, *powers: Tensor) -> State:
         return {**state, "mean": mean, "scale": powers[0].sqrt() + self.eps}
-
-    def centred(self, state: State, rows_RD: Tensor) -> tuple[Tensor, None]:
-        return scaled(state, rows_RD), None

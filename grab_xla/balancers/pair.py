@@ -52,8 +52,7 @@ class BlockBalancer(Balancer, abc.ABC):
         # A copy, because a view would keep the whole batch alive.
         state = {**state, "pending": rows[end:].clone()}
         if end == 0:
-            none = torch.zeros(0, dtype=self.placement_dtype, device=rows.device)
-            return state, none
+            return state, torch.zeros(0, dtype=self.placement_dtype, device=rows.device)
         placements = self.place_blocks(state["sums"], rows[:end], decide)
         return state, placements.to(self.placement_dtype)
 

@@ -92,8 +92,7 @@ class Decisions:
         """
         parts = [rows_RD @ rows_RD.T, rows_RD @ vectors_VD.T]
         if centre_1D is not None:
-            others = rows_RD, vectors_VD, centre_1D
-            parts += [centre_1D @ each.T for each in others]
+            parts += [centre_1D @ each.T for each in (rows_RD, vectors_VD, centre_1D)]
         self.sum_(parts)
         gram, products, *of_centre = parts
         if centre_1D is None:

@@ -85,8 +85,7 @@ def per_sample_gradients(
 
     rows, names = [], list(params)
     # Its own generator: a loader draws a seed even where it does not shuffle.
-    loader = DataLoader(dataset, batch_size, generator=torch.Generator())
-    for x, y in loader:
+    for x, y in DataLoader(dataset, batch_size, generator=torch.Generator()):
         # The last batch is filled up: one shape is one program and one comparison.
         filled = torch.arange(min(batch_size, num_samples)).clamp(max=len(x) - 1)
         x, y = (
@@ -202,8 +201,7 @@ def eigen_order(
 
 def _check_finite(rows: Tensor, what: str) -> None:
     """Raises ValueError with the indices of samples whose rows are not finite."""
-    bad = (~rows.isfinite().all(1)).cpu().nonzero().flatten().tolist()
-    if bad:
+    if bad := (~rows.isfinite().all(1)).cpu().nonzero().flatten().tolist():
         more = f" and {len(bad) - 10} more" if len(bad) > 10 else ""
         raise ValueError(
             f"{what} must be finite, got others for samples {bad[:10]}{more} of "

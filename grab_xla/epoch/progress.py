@@ -324,7 +324,6 @@ class Progress(Rider):
         Under an elastic sampler replicas run different numbers of minibatches, so they
         can only balance together at the update, which all of them reach.
         """
-        del num_minibatches
         self._has_updated = True
         if self.balancer.uses_gradients:
             sync = self._columns.replica.sync

@@ -21,6 +21,10 @@ from xla_replica import full_matmul_precision, traits, where_finite
 # take notable time in calls.
 PIECE_ON_HOST, PIECE_ON_DEVICE = 2**20, 2**24
 Reduction = Literal["mean", "sum"]
+_OF_ANOTHER_MODEL = (
+    "backward(): the losses do not depend on the sampler's parameters: compute them "
+    "from the model that was given to record()"
+)
 # `(B, *shape)` of every parameter by name, or `(B, columns)` of all of them.
 Gradients = Mapping[str, Tensor] | Tensor
 
@@ -66,8 +70,7 @@ class GradientMatrix:
         given = model.named_parameters(remove_duplicate=False)
         found = {name: each for name, each in given if each.requires_grad}
         kinds = {name: parameter.shape for name, parameter in found.items()}
-        wrong = [name for name in self.shapes if kinds.get(name) != self.shapes[name]]
-        if wrong:
+        if wrong := [n for n, shape in self.shapes.items() if kinds.get(n) != shape]:
             raise ValueError(
                 f"record: {', '.join(wrong[:5])} of GraBSampler's trainable_params are "
                 "not trainable parameters of the model, of the same shapes; build the "
@@ -110,7 +113,7 @@ class GradientMatrix:
                 'for any model: GraBSampler(..., fidelity="group")'
             ) from error
         if capture.unused == capture.params.keys():
-            raise _of_another_model()
+            raise RuntimeError(_OF_ANOTHER_MODEL)
         if from_samples:
             assert isinstance(rows, dict)
             sums = {name: getattr(each, reduction)(0) for name, each in rows.items()}
@@ -149,7 +152,7 @@ class GradientMatrix:
                 placed.callback(handle.remove)
             add_gradient(losses, reduction)
         if not reached:
-            raise _of_another_model()
+            raise RuntimeError(_OF_ANOTHER_MODEL)
         return dict(zip(parameters, totals)) if is_lazy else row
 
     def pieces(self, grads: Gradients, size: int | None) -> Iterable[Tensor]:
@@ -224,11 +227,3 @@ def normalized(rows_BD: Tensor) -> Tensor:
 def add_gradient(losses: Tensor, reduction: Reduction) -> None:
     """Adds the gradient of the mean loss, or of the sum, to ``.grad``."""
     xla_replica.backward(losses.mean() if reduction == "mean" else losses.sum())
-
-
-def _of_another_model() -> RuntimeError:
-    """Returns the error for losses that do not depend on a balanced parameter."""
-    return RuntimeError(
-        "backward(): the losses do not depend on the sampler's parameters: compute "
-        "them from the model that was given to record()"
-    )

@@ -186,8 +186,7 @@ class BackwardPass:
 
     def _total(self) -> torch.Tensor:
         """Returns what the pass is of."""
-        mean = self.accumulate == "mean"
-        total = self.losses.mean() if mean else self.losses.sum()
+        total = self.losses.mean() if self.accumulate == "mean" else self.losses.sum()
         scale = self.settings.scale
         return total * scale if scale != 1 else total
 
@@ -242,8 +241,7 @@ class BackwardPass:
         def come_by(number: int, gradients: Sequence[torch.Tensor | None]) -> None:
             gradient = gradients[edges[number].output_nr]
             if late[number] and gradient is not None:
-                versions = forms.Versions([gradient])
-                kept.append((number, gradient, versions))
+                kept.append((number, gradient, forms.Versions([gradient])))
             else:
                 self._apply(number, gradient)
 
@@ -370,10 +368,9 @@ class BackwardPass:
     def _use_fallback(self, names: Collection[str]) -> None:
         """Hands on parameters' gradients as B backward passes give them."""
         params = {n: param for n, param in self._params.items() if n in names}
-        options = {"retain_graph": True, "allow_unused": True}
-        options["materialize_grads"] = True
+        how = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
         inputs, times = list(params.values()), 1 / self._multiplier
-        rows = [xla_replica.grad(x, inputs, **options) for x in self.losses.unbind()]
+        rows = [xla_replica.grad(x, inputs, **how) for x in self.losses.unbind()]
         found = {}
         for name, column in zip(params, zip(*rows)):
             dense = [each.to_dense() if each.is_sparse else each for each in column]
@@ -409,10 +406,7 @@ class BackwardPass:
             self.compared = comparer.result()
         comparison.raise_if_wrong(self.compared)
         if not self.compared.unknown:
-            new = Proof(
-                self.compared.unseen,
-                astray=frozenset(table.astray),
-                is_structural=table.is_structural,
-            )
+            astray, is_structural = frozenset(table.astray), table.is_structural
+            new = Proof(self.compared.unseen, astray, is_structural)
             proof = (table.proof or new).after(self.compared, wrong)
             comparison.PROVEN.setdefault(self.settings.model, {})[table.key] = proof

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
@@ -17,7 +17,6 @@ from per_sample_grad.engine.recording import Recorder
 from per_sample_grad.engine.walk import NOTHING, walk
 from per_sample_grad.errors import PerSampleError
 from per_sample_grad.factors.factors import Factors, check_projected
-from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import Method
 from per_sample_grad.factors.projection import Projection
 from xla_replica.common.trees import tree_add
@@ -150,9 +149,7 @@ class Capture:
         """
         parts: list[Factors] = []
         finished = self._run(losses, parts.append, waits=True, **how)
-        merged: dict[str, Sequence[Contribution]] = {}
-        for part in parts:
-            merged.update(part.merged)
+        merged = {name: uses for part in parts for name, uses in part.merged.items()}
         return finished.factors_of({name: merged[name] for name in self.params})
 
     def stream(
@@ -315,10 +312,7 @@ class Capture:
         return total if squared else total.sqrt()
 
     def project(
-        self,
-        losses: torch.Tensor,
-        projection: Projection,
-        **how: Unpack[PassOptions],
+        self, losses: torch.Tensor, projection: Projection, **how: Unpack[PassOptions]
     ) -> torch.Tensor:
         """Returns projections of every sample's gradient, in the memory of training.
 
@@ -366,9 +360,7 @@ class Capture:
             )
         settings.refuse_hooked(self.params)
         backward_pass = BackwardPass(self._settings, losses, receive, **options)
-        found = NOTHING
-        if len(losses):
-            found = walk(self._settings, losses, self._recorder)
+        found = walk(self._settings, losses, self._recorder) if len(losses) else NOTHING
         self._recorder.stop(forget=True)
         self._answered = True
         backward_pass.run(found)

@@ -13,8 +13,8 @@ import dataclasses
 import math
 import random
 import warnings
-import weakref
 from collections.abc import Collection, Hashable, Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -103,6 +103,7 @@ class Comparer:
 
     def __post_init__(self) -> None:
         self._weights = _weights(self.losses, self.all_differ)
+        self._is_host = xla_replica.traits(self.losses).is_host
         self.reference: dict[str, torch.Tensor] | None = None
         # Weighted sums from the factors, until autograd's gradient is there.
         self._sums: dict[str, torch.Tensor] = {}
@@ -134,7 +135,6 @@ class Comparer:
         """Takes parameters' factors; keeps only distances if there is a reference."""
         if self.params.keys().isdisjoint(factors.shapes):
             return
-        is_host = xla_replica.traits(self.losses).is_host
         for name, weighted in factors.weighted_sum(self._weights).items():
             if name not in self.params:
                 continue
@@ -142,7 +142,7 @@ class Comparer:
                 self._used.add(name)
             self._sums[name] = weighted
             # The host looks at every pass; elsewhere later ones go by this one.
-            cancels = None if is_host else factors.cancellation(name)
+            cancels = None if self._is_host else factors.cancellation(name)
             if cancels is not None:
                 self._cancelling[name] = cancels
         if self.reference is not None:
@@ -177,8 +177,7 @@ class Comparer:
         dtype = accumulation_dtype(gradient.dtype)
         size = torch.linalg.vector_norm(gradient, dtype=dtype)
         eps = max(torch.finfo(gradient.dtype).eps, self._least_eps)
-        plain = size * (_ROUNDINGS * eps)
-        scaled = plain
+        plain = scaled = size * (_ROUNDINGS * eps)
         # Masks are not multiplied, and may be -inf.
         given = recorded.call.arguments.items()
         multiplied = [value for name, value in given if "mask" not in name]
@@ -196,8 +195,7 @@ class Comparer:
             by_kind[owner.kind] = terms if before is None else before + terms
         if gradient.dtype == torch.float16:
             nonzero = (gradient != 0).sum()
-            tiny = torch.finfo(torch.float16).tiny
-            small = nonzero - (gradient.abs() >= tiny).sum()
+            small = nonzero - (gradient.abs() >= torch.finfo(torch.float16).tiny).sum()
             self._underflow.append(small / nonzero.clamp(min=1))
 
     def says_nothing_new(self, seen: Mapping[str, int]) -> bool:
@@ -209,15 +207,13 @@ class Comparer:
         Args:
             seen: How many contributions of each parameter were seen before.
         """
-        if xla_replica.traits(self.losses).is_host:
+        if self._is_host:
             zero = self.losses.new_zeros(())
             self._distances = {n: (zero, each.norm()) for n, each in self._sums.items()}
             unseen = self.result().unseen
             return all(unseen.get(name, math.inf) <= seen[name] for name in self._sums)
-        kinds = [
-            each for by_kind in self._rounding.values() for each in by_kind.values()
-        ]
-        sizes = [terms[0].float() for terms in kinds]
+        terms = [x for by_kind in self._rounding.values() for x in by_kind.values()]
+        sizes = [each[0].float() for each in terms]
         return not sizes or not bool(torch.stack(sizes).count_nonzero())
 
     def result(self) -> Comparison:
@@ -242,8 +238,7 @@ class Comparer:
         finite = torch.isfinite(size)
         total_norm = max(float(size[finite].norm()), self.total_norm)
         tolerance = max(_TOLERANCES.get(each, _HALF_TOLERANCE) for each in self.dtypes)
-        on_host = xla_replica.traits(self.losses).is_host
-        if 1e-4 < tolerance < _ACCELERATOR_TOLERANCE and not on_host:
+        if 1e-4 < tolerance < _ACCELERATOR_TOLERANCE and not self._is_host:
             tolerance = _ACCELERATOR_TOLERANCE
         plain, scaled = (each.nan_to_num(0, 0, 0) / tolerance for each in roundings)
         allowed = torch.maximum(plain, scaled.clamp(max=_LARGEST_NOISE * total_norm))
@@ -259,24 +254,20 @@ class Comparer:
         shares = size * each[:, 0] / terms.clamp(min=1e-300)
         num_seen = (shares > min(10 * tolerance, 0.1) * judged).sum(0).tolist()
         unseen = {n for n, count in zip(kinds, num_seen) if count < len(kinds[n])}
-        if not on_host:
+        if not self._is_host:
             # Others are not looked at again: terms that are not small, with a sum that
             # is (of a bias before a normalisation), and gradients right to their size.
             tiny = torch.maximum(size, terms) <= 1e-3 * tolerance * total_norm
             tiny &= (size == 0) | (distance > tolerance * size)
             unseen = {name for name, is_so in zip(kinds, tiny.tolist()) if is_so}
-        names = list(kinds)
+        unseen &= self._used
         return Comparison(
-            errors=dict(zip(names, errors.tolist())),
-            unseen={
-                name: count
-                for name, count in zip(names, num_seen)
-                if name in unseen and name in self._used
-            },
+            errors=dict(zip(kinds, errors.tolist())),
+            unseen={n: count for n, count in zip(kinds, num_seen) if n in unseen},
             tolerance=tolerance,
             total_norm=total_norm,
             underflow=float(underflow[0]),
-            cancelling=frozenset(n for n, does in zip(names, cancels.tolist()) if does),
+            cancelling=frozenset(n for n, does in zip(kinds, cancels.tolist()) if does),
         )
 
 
@@ -337,28 +328,25 @@ class Proof:
 
     Attributes:
         unseen: How many contributions were seen, of parameters where that is not all.
-        wrong: Those that a fallback had to replace.
-        total_norm: The norm of the whole gradient.
-        cancelling: Those whose positions cancel.
         astray: As in `walk.Table`, if ``is_structural``.
         is_structural: Whether all calls that the losses depend on account for the
             parameters, and nothing else does, whatever the data.
+        wrong: Those that a fallback had to replace.
+        total_norm: The norm of the whole gradient.
+        cancelling: Those whose positions cancel.
     """
 
     unseen: Mapping[str, int]
+    astray: frozenset[str]
+    is_structural: bool
     wrong: frozenset[str] = frozenset()
     total_norm: float = 0.0
     cancelling: frozenset[str] = frozenset()
-    astray: frozenset[str] = frozenset()
-    is_structural: bool = False
 
     def after(self, found: Comparison, wrong: Collection[str]) -> Proof:
         """Returns what is proven after another comparison."""
-        unseen = {
-            name: max(count, self.unseen[name])
-            for name, count in found.unseen.items()
-            if name in self.unseen
-        }
+        both = [name for name in found.unseen if name in self.unseen]
+        unseen = {name: max(found.unseen[name], self.unseen[name]) for name in both}
         return dataclasses.replace(
             self,
             unseen=unseen,
@@ -369,5 +357,4 @@ class Proof:
 
 
 # What is proven of each model's structures, by their keys.
-PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Proof]]
-PROVEN = weakref.WeakKeyDictionary()
+PROVEN: WeakKeyDictionary[nn.Module, dict[Hashable, Proof]] = WeakKeyDictionary()

@@ -81,9 +81,10 @@ class RecordedCall(NamedTuple):
         return (self.owner.name, self.owner.rule, params, *call)
 
     @property
-    def given(self) -> list[torch.Tensor]:
-        """The tensors among its arguments."""
-        return tensors_in((self.call.args, self.call.kwargs))
+    def floats(self) -> list[torch.Tensor]:
+        """The tensors of floats among its arguments."""
+        given = tensors_in((self.call.args, self.call.kwargs))
+        return [each for each in given if each.is_floating_point()]
 
     def why_no_rows(self, num_samples: int) -> str:
         """Returns why its output does not count as having rows for samples."""
@@ -119,15 +120,12 @@ class Recorder:
         modules = [*self._settings.model.named_modules()]
         if any(isinstance(each, normalisation.NORMALISING) for _, each in modules):
             normalisation.refuse_batch_statistics(self._settings.model)
+        how = {"prepend": True, "with_kwargs": True}  # before others of the module
         with contextlib.ExitStack() as placed:
             for name, module in modules:
                 _run_as_written(module, placed)
                 for hook in self._hooks_of(name, module):
-                    # Each is put before the others of the module.
-                    handle = module.register_forward_hook(
-                        hook, prepend=True, with_kwargs=True
-                    )
-                    placed.callback(handle.remove)
+                    placed.callback(module.register_forward_hook(hook, **how).remove)
             self._placed = placed.pop_all()
 
     def stop(self, *, forget: bool = False) -> None:
@@ -153,12 +151,13 @@ class Recorder:
             params = {n: known[id(place[2])] for n, place in places.items()}
             reads: Sequence[torch.Tensor] = ()
             if rule is not None and rule not in registry.ONLY_ARGUMENTS:
-                reads = registry.tensors_read(module)
-            owner = RecordedModule(
-                name, type(module).__name__, rule, params,
-                tuple(dict.fromkeys(params.values())),
-                places=(*places.values(),), reads=reads,
-            )  # fmt: skip
+                # A forward pass that trains may write into buffers, which then are of
+                # no gradient.
+                buffers = () if module.training else module.buffers()
+                reads = [*module.parameters(), *buffers]
+            kind, names = type(module).__name__, tuple(dict.fromkeys(params.values()))
+            held = tuple(places.values())
+            owner = RecordedModule(name, kind, rule, params, names, held, reads)
             hooks.append(functools.partial(self._record, owner))
         # The output is replaced before the call is recorded.
         if isinstance(module, normalisation.NORMALISING):

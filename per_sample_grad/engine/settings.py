@@ -57,10 +57,8 @@ class Settings:
                 f"batch_dim names {', '.join(sorted(unknown))}, not in "
                 'model.named_modules(); "" stands for all others'
             )
-        _check_options(
-            self.default_batch_dim, self.fallback, self.check, self.method, self.budget,
-            self.scale,
-        )  # fmt: skip
+        others = self.fallback, self.check, self.method, self.budget, self.scale
+        _check_options(self.default_batch_dim, *others)
 
 
 @functools.lru_cache(typed=True)  # a loop asks for the same every time
@@ -92,8 +90,7 @@ def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
         # A shared parameter may be asked for by any of its names.
         every = dict(model.named_parameters(remove_duplicate=False))
         trainable = {name for name, param in every.items() if param.requires_grad}
-        wrong = sorted(set(params) - trainable)
-        if wrong:
+        if wrong := sorted(set(params) - trainable):
             raise ValueError(
                 f"params: {listed(wrong)} are not trainable parameters of the "
                 f"model; allowed are {listed([*trained]) or 'none'}"

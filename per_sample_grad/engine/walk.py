@@ -33,7 +33,7 @@ from per_sample_grad.errors import CoverageError
 from per_sample_grad.layers.registry import Owned, is_of_torch, why_no_rule
 from per_sample_grad.operations import contributions, layouts, nodes
 from per_sample_grad.operations.contributions import ContributionRule
-from per_sample_grad.operations.layouts import Rows, by_shape
+from per_sample_grad.operations.layouts import Rows, Shape, by_shape, through_view
 from per_sample_grad.operations.table import layout_of, operation_of
 
 # Nodes that depend on more than their inputs in the graph.
@@ -42,9 +42,7 @@ _BY_DATA = (
     "IndexPutBackward0",
 )  # fmt: skip
 # Nodes that bring dimensions into another order, or only change a shape.
-_MOVES = (
-    *nodes.UNCHANGED, "PermuteBackward0", "TransposeBackward0", "TBackward0",
-)  # fmt: skip
+_MOVES = {*nodes.UNCHANGED, "PermuteBackward0", "TransposeBackward0", "TBackward0"}
 # Nodes that take one sample out of all.
 _TAKE = ("UnbindBackward0", "SelectBackward0")
 _CHANGED = (
@@ -129,8 +127,7 @@ def walk(settings: Settings, losses: torch.Tensor, recorder: Recorder) -> Table:
         call.versions.refuse_changes(_CHANGED, call.owner)
     leaves = [getattr(node, "variable", None) for node in passed]
     others = [x for x in leaves if x is not None and id(x) not in settings.names]
-    compared = key, proof, astray, is_structural
-    return Table(passed, calls, problems, *compared, others)
+    return Table(passed, calls, problems, key, proof, astray, is_structural, others)
 
 
 class _Place(NamedTuple):
@@ -181,15 +178,12 @@ class _Walk:
         self.problems: dict[str, str] = {}
         self.astray: set[str] = set()
         self._num_samples = len(self.losses)
-        self._names = self.settings.names
         self._model_params = {id(param) for param in self.settings.model.parameters()}
         self._custom: str | None = None
         self._reached: set[Node] = set()
-        # Operations that account for parameters: their rules, whether these run the
-        # node, where samples are, and the parameters by input.
-        self._uses: dict[
-            Node, tuple[ContributionRule, bool, Rows, dict[int, list[str]]]
-        ] = {}
+        # Operations that account for parameters: their rules, where samples are, and
+        # the parameters by input.
+        self._uses: dict[Node, tuple[ContributionRule, Rows, dict[int, list[str]]]] = {}
         # Calls that return the same for all samples: what rows of a table or buffers of
         # the model are computed from, and not what may be computed from the samples.
         # They are a part of what is computed from parameters alone.
@@ -234,8 +228,7 @@ class _Walk:
             return True
         if self._guess(recorded.shape, recorded.call.batch_dim) is not None:
             return False
-        given = [each for each in recorded.given if each.is_floating_point()]
-        unknown = [each for each in given if each not in self._known]
+        unknown = [each for each in recorded.floats if each not in self._known]
         return len(unknown) <= len(recorded.inputs)
 
     def _looks_up(self, recorded: RecordedCall) -> bool:
@@ -243,8 +236,7 @@ class _Walk:
 
         A table of positions may have as many rows as there are samples, or a multiple.
         """
-        floats = [each for each in recorded.given if each.is_floating_point()]
-        return self._num_samples > 1 and not floats
+        return self._num_samples > 1 and not recorded.floats
 
     def _parameters_below(self) -> dict[Node, frozenset[str]]:
         """Returns the parameters that each node depends on outside of calls."""
@@ -255,7 +247,7 @@ class _Walk:
                 names = call.owner.names if self._looks_up(call) else ()
                 below[node] = frozenset(names)
                 continue
-            name = self._names.get(id(getattr(node, "variable", None)))
+            name = self.settings.names.get(id(getattr(node, "variable", None)))
             found = [below[each] for each, _ in node.next_functions if each is not None]
             below[node] = frozenset([name] if name else ()).union(*filter(None, found))
         return below
@@ -278,7 +270,7 @@ class _Walk:
             place = place._replace(inside=None)
         is_outside, variable = place.inside is None, getattr(node, "variable", None)
         if variable is not None:
-            name = self._names.get(id(variable))
+            name = self.settings.names.get(id(variable))
             if name is not None and is_outside:
                 self.problems.setdefault(name, place.why)
             return []
@@ -308,9 +300,7 @@ class _Walk:
         if place.rows is not None and place.is_certain:
             shape = nodes.output_shape(place.node, place.number)
             with contextlib.suppress(layouts.Unknown):
-                found = layouts.through_view(
-                    shape, place.rows, call.shape, self._num_samples
-                )
+                found = through_view(shape, place.rows, call.shape, self._num_samples)
         is_certain = found == self._guess(call.shape, call.call.batch_dim) is not None
         if not is_certain:
             self.astray.update(call.owner.names)
@@ -326,9 +316,7 @@ class _Walk:
             found.append(_Place(node, number, rows, is_certain and len(shape) > 1, why))
         return found
 
-    def _guess(
-        self, shape: Sequence[int] | None, dim: int | None = None
-    ) -> Rows | None:
+    def _guess(self, shape: Shape | None, dim: int | None = None) -> Rows | None:
         """Returns where a tensor has its samples as far as shapes tell."""
         dim = self.settings.default_batch_dim if dim is None else dim
         return None if shape is None else by_shape(shape, dim, self._num_samples)
@@ -377,10 +365,11 @@ class _Walk:
             return _mixes(node)
         if operation.reads and not self._may_read:
             return _KEPT_BY_HOOKS
-        if operation.runs and not contributions.keeps_rows(node, slot):
+        runs_node = rule is contributions.by_its_node
+        if runs_node and not contributions.keeps_rows(node, slot):
             return _mixes(node)
         names = sorted(self._below[below])
-        use = self._uses.setdefault(node, (rule, operation.runs, place.rows, {}))
+        use = self._uses.setdefault(node, (rule, place.rows, {}))
         use[-1][slot] = names
         if not place.is_certain:
             self.astray.update(names)
@@ -458,12 +447,11 @@ class _Walk:
         """Returns operations, each as a call of the module with its first parameter."""
         model, params = self.settings.model, self.settings.params
         calls = []
-        for node, (rule, is_late, rows, slots) in self._uses.items():
+        for node, (rule, rows, slots) in self._uses.items():
             names = tuple(dict.fromkeys(n for each in slots.values() for n in each))
             owner = names[0].rpartition(".")[0]
             module = model.get_submodule(owner)
-            kind = node.name().removesuffix("Backward0")
-            kind = f"{kind} in {type(module).__name__}"
+            kind = f"{node.name().removesuffix('Backward0')} in {type(module).__name__}"
             by_name = {name: name for name in names}
             recorded = RecordedModule(
                 owner, kind, contributions.by_operation, by_name, names
@@ -473,6 +461,7 @@ class _Walk:
                 module, (), {}, rows.axis, node, rule, rows, own, self._num_samples
             )
             edge, shape = GradientEdge(node, 0), torch.Size(nodes.output_shape(node))
+            is_late = rule is contributions.by_its_node
             calls.append(RecordedCall(recorded, call, edge, shape, is_late=is_late))
         return calls
 

@@ -60,10 +60,7 @@ def _dots(contribution: Part, vectors: torch.Tensor) -> torch.Tensor:
 
 
 def add_weighted_sums_(
-    totals: torch.Tensor,
-    contribution: Contribution,
-    weights: torch.Tensor,
-    budget: int,
+    totals: torch.Tensor, contribution: Contribution, weights: torch.Tensor, budget: int
 ) -> None:
     """Adds ``Σ_n w_kn g_n`` to ``(K, *shape)``, in place, for K weightings.
 
@@ -74,7 +71,7 @@ def add_weighted_sums_(
     weights, has_weight = weights.to(totals.dtype), (weights != 0).any(0)
     for start, stop, some in _parts(contribution, budget):
         own, kept = weights[:, start:stop], has_weight[start:stop]
-        some = forms.mapped(some, functools.partial(_where, kept, totals.dtype))
+        some = forms.mapped(some, functools.partial(_only, kept, totals.dtype))
         match some:
             case Outer(left, right):
                 by_position = own.repeat_interleave(left.shape[2], 1)[:, None, :, None]
@@ -87,9 +84,7 @@ def add_weighted_sums_(
                 totals.view(len(totals), -1).addmm_(own, values.flatten(1))
 
 
-def _where(
-    kept: torch.Tensor, dtype: torch.dtype, values: torch.Tensor
-) -> torch.Tensor:
+def _only(kept: torch.Tensor, dtype: torch.dtype, values: torch.Tensor) -> torch.Tensor:
     """Returns zeros for the samples that are not ``kept``, ``(N,)`` bool."""
     kept = kept.view(-1, *[1] * (values.dim() - 1))
     return torch.where(kept, values, torch.zeros_like(values)).to(dtype)
@@ -252,8 +247,6 @@ def _pairs(a: Part, b: Part) -> torch.Tensor:
     """Returns ``⟨a_i, b_j⟩``, ``(n, n')``, from ``n T n' T'`` products per group."""
     if isinstance(a, Dense) and isinstance(b, Dense):
         return a.values.flatten(1) @ b.values.flatten(1).T
-    assert not isinstance(a, Dense)
-    assert not isinstance(b, Dense)
     # As one sample that has all positions.
     kernel = _kernel(forms.regroup(a, 1), forms.regroup(b, 1))
     shape = (-1, forms.num_rows(a), a.positions, forms.num_rows(b), b.positions)

@@ -272,7 +272,7 @@ class Factors:
         return name in self.cancelling
 
     def _squared_norms(self, name: str) -> torch.Tensor:
-        uses = self.merged[name]
+        uses, shape = self.merged[name], self.shapes[name]
         match uses:
             case []:
                 return self._sum([], self.losses.shape)
@@ -283,9 +283,7 @@ class Factors:
                     return algebra.squares(left) * algebra.squares(right)
         choice = self._choice("norms", name, self)
         if choice.form == "materialized":
-            return algebra.materialized_squared_norms(
-                uses, self.shapes[name], choice.samples
-            )
+            return algebra.materialized_squared_norms(uses, shape, choice.samples)
         found = self._squares_and_terms.get(name)
         if found is None:
             found = algebra.squared_norms_and_terms(uses, choice.samples)
@@ -322,8 +320,7 @@ def check_vectors(
     vectors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> bool:
     """Returns whether there are K vectors for every parameter, and not one."""
-    differing = sorted(set(vectors) ^ set(shapes))
-    if differing:
+    if differing := sorted(set(vectors) ^ set(shapes)):
         raise ValueError(f"dot: {', '.join(differing)} must be both given and captured")
     many = all(vectors[name].dim() > len(shape) for name, shape in shapes.items())
     counts = {vectors[name].shape[:many] for name in shapes}

@@ -215,8 +215,7 @@ def multiplied(contribution: Contribution, number: float) -> Contribution:
 
 def tensors_of(contribution: Contribution) -> dict[str, torch.Tensor]:
     """Returns the tensors that it holds, by the names of their fields."""
-    found = vars(contribution).items()
-    return {name: value for name, value in found if isinstance(value, torch.Tensor)}
+    return {n: v for n, v in vars(contribution).items() if isinstance(v, torch.Tensor)}
 
 
 class Versions:

@@ -199,12 +199,6 @@ class Folds(NamedTuple):
         k1 = self.num_rows if self.rows is None else self.rows.kept
         return k1, self.num_columns if self.columns is None else self.columns.kept
 
-    @property
-    def columns_come_first(self) -> bool:
-        """Whether numbers of different rows, and not columns, are next to another."""
-        k1, k2 = self.kept
-        return (self.channels or self.columns) is not None and k2 < k1
-
 
 def _kept(shapes: Mapping[str, Sequence[int]], size: int) -> dict[str, tuple[int, int]]:
     """Returns the rows and columns that are kept, by the largest common share."""
@@ -264,13 +258,11 @@ def _project(use: forms.Contribution, folds: Folds, budget: int) -> torch.Tensor
     like = forms.float_factor(use)
     if isinstance(use, forms.Dense) and folds.num_columns == 1:
         return _along(like.flatten(1), folds.rows, 1)
-    if isinstance(use, forms.Windows) and traits(like).is_host:
-        budget = min(budget, _CACHE)
     (p, q), (k1, k2) = folds[3:5], folds.kept
+    elements = use.positions * (k1 + k2)
     if isinstance(use, forms.Windows):
         elements = forms.unfolded(use) * use.width
-    else:
-        elements = use.positions * (k1 + k2)
+        budget = min(budget, _CACHE) if traits(like).is_host else budget
     elements += p * q if isinstance(use, forms.Dense) else min(p * k2, k1 * q)
     size = max(1, budget // (elements * like.dtype.itemsize))
     found = [
@@ -318,7 +310,10 @@ def _project_part(part: forms.Part, folds: Folds) -> torch.Tensor:
             matrix = matrix.scatter_add(1, places, values)
         case forms.Outer(left, right):
             matrix = _project_outer(left, right, folds)
-    return (matrix.transpose(1, 2) if folds.columns_come_first else matrix).flatten(1)
+    k1, k2 = folds.kept
+    is_folded = (folds.channels or folds.columns) is not None
+    # Numbers of the longer side are next to one another.
+    return (matrix.transpose(1, 2) if is_folded and k2 < k1 else matrix).flatten(1)
 
 
 def _project_outer(

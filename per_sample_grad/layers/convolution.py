@@ -83,12 +83,11 @@ def windows(
     Args:
         layer: Has the convolution's ``kernel_size``, ``stride``, ``dilation`` and
             ``groups``.
-        widths, mode: What is added to ``source``, see `padded`.
+        widths: How much is added to ``source``, before and after each of S.
+        mode: What is added, as a convolution's ``padding_mode``.
     """
-    unfolding = Unfolding(
-        widths, mode, layer.kernel_size, layer.stride, layer.dilation,
-        factor.shape[2:], layer.groups,
-    )  # fmt: skip
+    sizes = layer.kernel_size, layer.stride, layer.dilation, factor.shape[2:]
+    unfolding = Unfolding(widths, mode, *sizes, layer.groups)
     # (N, G, P, p), positions before features
     left = factor.flatten(2).unflatten(1, (layer.groups, -1)).transpose(2, 3)
     return Windows(left, source, unfolding, math.prod(layer.kernel_size))
@@ -103,7 +102,7 @@ class Unfolding:
     """What a kernel sees, of any number of samples: `Windows.unfold`."""
 
     widths: Sequence[tuple[int, int]]  # added before and after each spatial dimension
-    mode: str  # what is added, see `padded`
+    mode: str  # what is added: zeros, reflect, replicate or circular
     kernel: Sequence[int]  # sizes of the kernel, K their product
     stride: Sequence[int]
     dilation: Sequence[int]
@@ -112,7 +111,8 @@ class Unfolding:
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns the patches of ``(n, C, *S)`` as ``(n, G, P, C / G * K)``."""
-        around = padded(inputs, self.widths, self.mode)
+        flat = [width for pair in reversed(self.widths) for width in pair]
+        around = F.pad(inputs, flat, "constant" if self.mode == "zeros" else self.mode)
         lazy = xla_replica.traits(inputs).is_lazy
         seen = self.by_slices(around) if lazy else self.by_views(around)
         # (n, G, C / G * K, P), positions before features
@@ -139,14 +139,3 @@ class Unfolding:
                 index.append(slice(first, last + 1, stride))
             views.append(inputs[tuple(index)])
         return torch.stack(views, 2).flatten(3)
-
-
-def padded(
-    inputs: torch.Tensor, widths: Sequence[tuple[int, int]], mode: str
-) -> torch.Tensor:
-    """Returns ``inputs`` ``(N, C, *S)`` with ``widths`` (before, after) added to S.
-
-    ``mode`` is a convolution's: zeros, reflect, replicate or circular.
-    """
-    flat = [width for pair in reversed(list(widths)) for width in pair]
-    return F.pad(inputs, flat, "constant" if mode == "zeros" else mode)

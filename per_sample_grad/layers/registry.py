@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -142,14 +141,6 @@ def rule_of(module: nn.Module) -> Rule | None:
     return None if why_no_rule(module) else RULES[type(module)]
 
 
-def tensors_read(module: nn.Module) -> list[torch.Tensor]:
-    """Returns the tensors of a module that a rule may read in the backward pass.
-
-    A forward pass that trains may write into buffers, which then are of no gradient.
-    """
-    return [*module.parameters(), *(() if module.training else module.buffers())]
-
-
 def why_no_rule(module: nn.Module) -> str | None:
     """Returns why this very module has no rule; None if it has one."""
     attributes, kind = vars(module), type(module)
@@ -163,14 +154,11 @@ def why_no_rule(module: nn.Module) -> str | None:
         )
     if kind in RULES:
         return None
-    known = [base.__name__ for base in kind.__mro__[1:] if base in RULES]
-    remark = (
-        f", and as a {known[0]} it may compute something else; if not, "
-        f"register_rule({kind.__name__}, like={known[0]})"
-        if known
-        else ""
-    )
-    return f"no rule is registered for {kind.__name__}{remark}"
+    why = f"no rule is registered for {kind.__name__}"
+    if known := [base.__name__ for base in kind.__mro__[1:] if base in RULES]:
+        why += f", and as a {known[0]} it may compute something else; if not, "
+        why += f"register_rule({kind.__name__}, like={known[0]})"
+    return why
 
 
 def is_of_torch(module: nn.Module, rule: Rule | None) -> bool:
@@ -180,10 +168,8 @@ def is_of_torch(module: nn.Module, rule: Rule | None) -> bool:
     others was only seen to do so with the data of a comparison.
     """
     of_rule = getattr(rule, "__module__", None) or ""
-    package = __name__.partition(".")[0]
-    return type(module).__module__.startswith("torch.nn.") and of_rule.startswith(
-        f"{package}.layers."
-    )
+    is_own = of_rule.startswith(f"{__package__}.")
+    return is_own and type(module).__module__.startswith("torch.nn.")
 
 
 def apply(
@@ -237,7 +223,7 @@ def _fault(part: object, rows: Collection[int], shape: tuple[int, ...]) -> str |
 
     ``rows`` are allowed numbers of rows.
     """
-    height, width = shape[0] if shape else 1, math.prod(shape[1:])
+    height, width = forms.matrix_shape(shape)
     match part:
         case forms.Dense(values):
             got, fits = [values], tuple(values.shape[1:]) == shape
@@ -251,8 +237,7 @@ def _fault(part: object, rows: Collection[int], shape: tuple[int, ...]) -> str |
         case forms.Windows(left):
             got, fits = [left], left.dim() == 4
         case _:
-            kind = type(part).__name__
-            return None if isinstance(part, forms.Contribution) else f"a {kind}"
+            return f"a {type(part).__name__}"
     if fits and got[0].dim() and len(got[0]) in rows:
         return None
     sizes = " and ".join(str(tuple(each.shape)) for each in got)
@@ -281,11 +266,8 @@ def affine(
         normalize: Maps the input of any number of samples to a new tensor x̂.
     """
     dtype = forms.accumulation_dtype(call.input.dtype, grad.dtype)
-    weight = normalize(call.input.to(dtype)).mul_(grad)
-    return {
-        "weight": forms.Dense(over_positions(weight, kept)),
-        "bias": forms.Dense(over_positions(grad, kept)),
-    }
+    found = {"weight": normalize(call.input.to(dtype)).mul_(grad), "bias": grad}
+    return {n: forms.Dense(over_positions(x, kept)) for n, x in found.items()}
 
 
 def memory(tensor: torch.Tensor) -> int | None:
@@ -303,8 +285,7 @@ class Owned:
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = list(model.buffers())
-        owned = map(memory, (*model.parameters(), *self._buffers))
-        self._memories = {where for where in owned if where is not None}
+        self._memories = {*map(memory, (*model.parameters(), *self._buffers))} - {None}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         is_one = any(tensor is each for each in self._buffers)

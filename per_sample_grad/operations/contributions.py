@@ -49,14 +49,13 @@ ContributionRule = Callable[[Node, int, torch.Tensor, int], Contribution]
 
 def summed_to_source(values: torch.Tensor, node: Node, slot: int, axis: int) -> Dense:
     """Returns ``values`` of the output's shape, rows first, summed over positions."""
-    shape = nodes.source_shape(node, slot)
+    shape = nodes.source(node, slot).shape
     if values.is_complex() and not nodes.source(node, slot).dtype.is_complex:
         values = values.real
     own = list(nodes.aligned(shape, nodes.output_shape(node)))
     own.pop(axis)
     kept = [dim for dim, size in enumerate(own, start=1) if size != 1]
-    found = registry.over_positions(values, kept)
-    return Dense(found.reshape(len(values), *shape))
+    return Dense(registry.over_positions(values, kept).reshape(len(values), *shape))
 
 
 def added(node: Node, slot: int, grad: torch.Tensor, axis: int) -> Contribution:
@@ -70,7 +69,7 @@ def added(node: Node, slot: int, grad: torch.Tensor, axis: int) -> Contribution:
 
 def repeated(node: Node, slot: int, grad: torch.Tensor, axis: int) -> Contribution:
     """Returns the contribution to a tensor that was copied for the samples."""
-    shape = nodes.source_shape(node, slot)
+    shape = nodes.source(node, slot).shape
     own = list(nodes.aligned(shape, nodes.output_shape(node)))
     rows = own.pop(axis)
     grad = grad.to(forms.accumulation_dtype(grad.dtype))
@@ -180,9 +179,8 @@ def convolved(node: Node, slot: int, grad: torch.Tensor, axis: int) -> Contribut
         raise Refusal("it is a transposed convolution of a weight that is computed")
     if slot == 2:
         return Dense(registry.over_positions(grad, kept=[1]))
-    layer = SimpleNamespace(kernel_size=nodes.source_shape(node, slot)[2:])
-    for name in ("stride", "dilation", "groups"):
-        setattr(layer, name, saved(node, name))
+    settings = {name: saved(node, name) for name in ("stride", "dilation", "groups")}
+    layer = SimpleNamespace(kernel_size=nodes.source(node, slot).shape[2:], **settings)
     widths = [(width, width) for width in saved(node, "padding")]
     return windows(layer, grad, saved(node, "input"), widths, "zeros")
 
@@ -190,7 +188,8 @@ def convolved(node: Node, slot: int, grad: torch.Tensor, axis: int) -> Contribut
 def by_its_node(node: Node, slot: int, grad: torch.Tensor, axis: int) -> Contribution:
     """Runs a pointwise operation's node, whose formula has a number for each one.
 
-    What it returns is summed over positions by the engine, not by it.
+    What it returns is summed over positions by the engine, not by it. A backward pass
+    that is under way would not let the node compute what the pass does not ask for.
     """
     found = _unsummed(node, slot, grad.movedim(0, axis))
     if found is None:
@@ -295,11 +294,9 @@ def take_down(
     Raises:
         Refusal: It does not depend on one of them.
     """
-    while (variable := getattr(edge.node, "variable", None)) is None:
-        below = _below(edge, found)
-        if below is None:
-            break
+    while (below := _below(edge, found)) is not None:
         edge, found = below
+    variable = getattr(edge.node, "variable", None)
     if variable is None:
         parts = _by_autograd(edge, found, wanted)
     else:
@@ -359,7 +356,7 @@ def _in_whole(edge: GradientEdge, found: Outer) -> Outer | None:
     if dim or forms.matrix_shape(shape) != _sides(found):
         return None
     before = sum(data.shape[0] for data in node._input_metadata[: edge.output_nr])
-    after = nodes.source_shape(node, 0)[0] - before - shape[0]
+    after = nodes.source(node, 0).shape[0] - before - shape[0]
     return Outer(F.pad(found.left, (before, after)), found.right)
 
 
@@ -378,12 +375,9 @@ def _through_view(
     if order is None:
         return None
     before = [order.index(dim) for dim in range(len(order))]
-    if isinstance(found, Outer):
-        turned = _turned(found, shape, before)
-        if turned is not None:
-            return turned
-    values = _formed(found, shape)
-    return Dense(values.permute(0, *(1 + dim for dim in before)))
+    if isinstance(found, Outer) and (turned := _turned(found, shape, before)):
+        return turned
+    return Dense(_formed(found, shape).permute(0, *(1 + dim for dim in before)))
 
 
 def _turned(found: Outer, shape: tuple[int, ...], order: list[int]) -> Outer | None:

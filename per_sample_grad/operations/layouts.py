@@ -54,7 +54,8 @@ class LayoutQuery(NamedTuple):
     Attributes:
         node: Its node in autograd's graph.
         shape: The shape of the output.
-        rows: Where the output has its samples.
+        dim: The dimension of the output that counts samples' rows, not negative.
+        before: How often all of these follow one another in it; see `Rows`.
         inputs: The shapes of the inputs; None for those without a graph.
         num_samples: B.
         may_read: Whether the tensors that it has saved may be looked at.
@@ -62,15 +63,11 @@ class LayoutQuery(NamedTuple):
 
     node: Node
     shape: Shape
-    rows: Rows
+    dim: int
+    before: int
     inputs: tuple[Shape | None, ...]
     num_samples: int
     may_read: bool
-
-    @property
-    def dim(self) -> int:
-        """The dimension of the output that counts samples, not negative."""
-        return self.rows.axis
 
 
 LayoutRule = Callable[[LayoutQuery], Layout]
@@ -107,7 +104,7 @@ def through_view(shape: Shape, rows: Rows, before: Shape, num_samples: int) -> R
 def viewed(of: LayoutQuery) -> Layout:
     [before] = of.inputs
     assert before is not None
-    return [through_view(of.shape, of.rows, before, of.num_samples)]
+    return [through_view(of.shape, Rows(of.dim, of.before), before, of.num_samples)]
 
 
 def _of_broadcast(shape: Shape | None, output: Shape, dim: int) -> int | None:
@@ -168,9 +165,7 @@ def along(name: str, leading: int = 0) -> LayoutRule:
 def sliced(of: LayoutQuery) -> Layout:
     """Also along the samples, where nothing is left out."""
     [shape] = of.inputs
-    if shape == of.shape:
-        return [of.dim]
-    return along("dim")(of)
+    return [of.dim] if shape == of.shape else along("dim")(of)
 
 
 def within(mixed: Callable[[LayoutQuery], Iterable[int]], count: int = 1) -> LayoutRule:
@@ -210,12 +205,9 @@ def restrided(of: LayoutQuery) -> Layout:
     mean, _ = of.node.next_functions[0]
     _, channels, *rest = of.shape
     strides = tuple(of.node._saved_stride)  # type: ignore[attr-defined]
-    if (
-        of.inputs[0] != of.shape
-        or (mean is not None and mean.name() != "MeanBackward1")
-        or rest != [1, 1]
-        or strides != (channels, 1, channels, channels)
-    ):
+    is_same = of.inputs[0] == of.shape and strides == (channels, 1, channels, channels)
+    is_mean = mean is None or mean.name() == "MeanBackward1"
+    if not is_same or not is_mean or rest != [1, 1]:
         raise Unknown
     return [of.dim]
 
@@ -228,7 +220,7 @@ def repeated(of: LayoutQuery) -> Layout:
     own = shape[at] if at >= 0 else 1
     if at >= 0 and own == rows:
         return [at]
-    if not own or of.rows.before != 1 or rows % (own * of.num_samples):
+    if not own or of.before != 1 or rows % (own * of.num_samples):
         raise Unknown
     return [None]
 

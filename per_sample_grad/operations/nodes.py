@@ -45,11 +45,6 @@ def source(node: Node, slot: int) -> Any:
     return below._input_metadata[number]
 
 
-def source_shape(node: Node, slot: int) -> tuple[int, ...]:
-    """Returns the shape of the tensor that the operation took."""
-    return tuple(source(node, slot).shape)
-
-
 def aligned(shape: Sequence[int], output: Sequence[int]) -> tuple[int, ...]:
     """Returns a shape with as many dimensions as the output's."""
     return (1,) * (len(output) - len(shape)) + tuple(shape)

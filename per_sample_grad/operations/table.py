@@ -35,14 +35,11 @@ class Operation:
         layout: Where its inputs have the samples.
         contribution: What samples contribute to an input; None: unknown.
         reads: Whether ``contribution`` reads what the operation has saved.
-        runs: Whether it runs the node itself. A backward pass that is under way would
-            not let it compute what the pass does not ask for.
     """
 
     layout: LayoutRule
     contribution: ContributionRule | None = None
     reads: bool = True
-    runs: bool = False
 
 
 def operation_of(node: Node) -> Operation | None:
@@ -73,10 +70,8 @@ def layout_of(
     operation = operation_of(node)
     if operation is None:
         return None
-    shape = nodes.output_shape(node, number)
-    query = LayoutQuery(
-        node, shape, rows, nodes.input_shapes(node), num_samples, may_read
-    )
+    shape, inputs = nodes.output_shape(node, number), nodes.input_shapes(node)
+    query = LayoutQuery(node, shape, *rows, inputs, num_samples, may_read)
     try:
         found = operation.layout(query)
     except Unknown:
@@ -105,10 +100,6 @@ _ALONG_A_DIMENSION = """
     SumBackward1 MeanBackward1 ProdBackward1 MedianBackward1 NanmedianBackward1
     NormBackward1 NormBackward3 SortBackward1 IndexFillBackward1 ScatterBackward1
 """
-_SAMPLES_FIRST = """
-    ConvolutionOverrideable CudnnConvolution Im2Col Col2Im MultiMarginLoss
-    MultilabelMarginLoss
-"""
 _ATTENTIONS = """
     ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention
     ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention
@@ -117,7 +108,7 @@ _ATTENTIONS = """
 _BATCH_NORMS = "CudnnBatchNorm MiopenBatchNorm NativeBatchNormLegitNoTraining"
 # Of other operations that compute each number from those in its place, which torch's
 # tags tell, autograd's own formula has a row for each sample.
-_POINTWISE = Operation(layouts.broadcast, gets.by_its_node, runs=True)
+_POINTWISE = Operation(layouts.broadcast, gets.by_its_node)
 _FIRST = layouts.within(layouts.all_but_first)
 _NORMALIZED = layouts.within(layouts.normalized)
 _MATRICES = (0, None), (None, 1)
@@ -136,7 +127,8 @@ OPERATIONS: dict[str, Operation] = {
     **_rows("ViewAsReal ViewAsComplex", layouts.within(lambda of: ())),
     **_rows("AsStridedBackward1", layouts.restrided),
     **_rows("Index", layouts.indexed),
-    **_rows(_SAMPLES_FIRST, _FIRST),
+    **_rows("ConvolutionOverrideable CudnnConvolution Im2Col Col2Im", _FIRST),
+    **_rows("MultiMarginLoss MultilabelMarginLoss", _FIRST),
     **_rows("FusedRmsNorm", _NORMALIZED),
     **_rows(_BATCH_NORMS, layouts.batch_normalized),
     **_rows("ConstantPadNd", layouts.within(layouts.padded)),

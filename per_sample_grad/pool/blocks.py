@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from per_sample_grad.pool.fingerprint import digest, fingerprint
 from xla_replica.common.arguments import check_integer
@@ -81,21 +81,19 @@ class BlockSource:
     ) -> None:
         """Checks the arguments, which are those of `score_pool`."""
         self.block_size = check_integer("block_size", block_size, least=1)
-        self.dataset: Any = loader
-        self.collate: Callable[[list[Any]], Any] = default_collate
-        self._options: dict[str, Any] = {}
+        if not isinstance(loader, DataLoader):
+            loader = DataLoader(loader, block_size)
+        if loader.batch_sampler is None:
+            raise ValueError(
+                "the pool: a DataLoader with batch_size=None does not collate; give "
+                "the dataset itself, or a DataLoader with a batch size"
+            )
+        self.dataset: Any = loader.dataset
+        self.collate: Callable[[list[Any]], Any] = loader.collate_fn
+        self._options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
         self.split = split
-        if isinstance(loader, DataLoader):
-            self.dataset, self.collate = loader.dataset, loader.collate_fn
-            self._options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
-            batch_size = loader.batch_size if batch_size is None else batch_size
-            if loader.batch_sampler is None:
-                raise ValueError(
-                    "the pool: a DataLoader with batch_size=None does not collate; "
-                    "give the dataset itself, or a DataLoader with a batch size"
-                )
         len(self.dataset)  # what has none is a TypeError
-        size = block_size if batch_size is None else batch_size
+        size = (loader.batch_size or block_size) if batch_size is None else batch_size
         self._batch_size = self.rounded_up(check_integer("batch_size", size, least=1))
 
     def rounded_up(self, samples: int) -> int:
@@ -119,13 +117,8 @@ class BlockSource:
             for first in range(start, stop, self._batch_size)
         ]
         collate = functools.partial(_collate_blocks, self.collate, self.block_size)
-        loader = DataLoader(
-            self.dataset,
-            batch_sampler=map(list, asked),
-            collate_fn=collate,
-            **self._options,
-        )
-        batches = iter(loader)
+        how = self._options | {"batch_sampler": map(list, asked), "collate_fn": collate}
+        batches = iter(DataLoader(self.dataset, **how))
         for indices in asked:
             where = f"samples {indices[0]} to {indices[-1]}"
             with noted(f"while {where} of the pool were loaded"):

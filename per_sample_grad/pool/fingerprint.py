@@ -131,8 +131,7 @@ def _read(value: Any) -> tuple[str, dict[str, Any]]:
         own = vars(value)
         parts = {"__class__": kind, "forward": kind.forward}
         parts |= {name: own[name] for name in sorted(own.keys() - _NOT_VALUES)}
-        hooks = [name for name in own if name.endswith(_HOOKS) and own[name]]
-        parts |= {name: [*own[name].values()] for name in hooks}
+        parts |= {n: [*own[n].values()] for n in own if n.endswith(_HOOKS) and own[n]}
         parts |= value._parameters | value._buffers | value._modules
     else:
         parts = _saved(value)
@@ -198,8 +197,8 @@ def _read_function(function: Any) -> tuple[str, dict[str, Any]]:
     if text is None:
         text = f"source {digest(_source(code))}"
         parts |= {name: known[name] for name in _names_in(code) & known.keys()}
-        for name in ("__defaults__", "__kwdefaults__", "__dict__"):
-            parts[name] = getattr(function, name) or None
+        own = ("__defaults__", "__kwdefaults__", "__dict__")
+        parts |= {name: getattr(function, name) or None for name in own}
     return text, {f".{n}": parts[n] for n in sorted(parts) if parts[n] is not None}
 
 
@@ -242,8 +241,8 @@ def _source(code: types.CodeType) -> str:
     kinds = (ast.Lambda,) if code.co_name == "<lambda>" else named
     tree = ast.walk(_parsed("".join(inspect.findsource(code)[0])))
     nodes: list[Any] = [each for each in tree if isinstance(each, kinds)]
-    parts = [[node, *getattr(node, "decorator_list", ())] for node in nodes]
-    starts = [min(part.lineno for part in each) for each in parts]
+    # Code begins with the first decorator.
+    starts = [[*getattr(n, "decorator_list", ()), n][0].lineno for n in nodes]
     found = [n for n, line in zip(nodes, starts) if line == code.co_firstlineno]
     if len(found) != 1:
         raise ValueError(f"{len(found)} functions of its kind begin in its line")

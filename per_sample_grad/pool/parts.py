@@ -42,8 +42,7 @@ class Parts:
 
     def kept(self, num_parts: int) -> np.ndarray:
         """Returns which parts are in the folder: ``(num_parts,)`` bool."""
-        found = [self._path(number).exists() for number in range(num_parts)]
-        return np.array(found, dtype=bool)
+        return np.array([self._path(n).exists() for n in range(num_parts)], dtype=bool)
 
     def read(self, number: int) -> np.ndarray | None:
         """Returns a part's numbers; None: it is missing, or damaged."""
@@ -85,8 +84,7 @@ class Parts:
         except (ValueError, RecursionError, IsADirectoryError) as error:
             raise ValueError(f"{path} is damaged ({error}). {_ANOTHER}") from error
         saved = saved if isinstance(saved, dict) else {}
-        found = differences(saved, own, {name: name for name in {**own, **saved}})
-        if found:
+        if found := differences(saved, own, {name: name for name in {**own, **saved}}):
             more = f"; and {len(found) - _FEW} more" if len(found) > _FEW else ""
             raise ValueError(
                 f"{self.folder} holds scores of something else: "

@@ -248,14 +248,12 @@ def given(values: Values, scorer: Scorer, inputs: Any, targets: Any) -> torch.Te
 
 def pseudo(values: Values, scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
     """Returns the scores for the classes that the model finds most probable."""
-    del targets
     predicted = scorer.classes(inputs, 'labels="pseudo"').argmax(1)
     return values(scorer, inputs, predicted)
 
 
 def expected(values: Values, scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
     """Returns ``Σ_c p_c score(c)`` by the model's probabilities, a pass per class."""
-    del targets
     chances = scorer.classes(inputs, 'labels="expected"').float().softmax(1)
     number = torch.zeros(len(chances), dtype=torch.long, device=chances.device)
     one, total = torch.ones_like(number), torch.zeros_like(chances[:, 0])

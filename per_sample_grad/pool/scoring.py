@@ -223,15 +223,15 @@ class PoolRun:
         if self.score.of_parameters:
             chosen = selected(self.scorer.model, params)
             computing["params"] = str({n: tuple(x.shape) for n, x in chosen.items()})
-        found = {
+        return {
             "score": name,
             "labels": self.labels,
             "block_size": self.source.block_size,
             "device": xla_replica.current().device.type,
             "tag": tag,
             "pool": blocks.pool_digest(self.source.dataset, tag),
+            **fingerprint(computing, tag),
         }
-        return found | fingerprint(computing, tag)
 
     def check_weights(self) -> None:
         """Raises ReplicaError unless all replicas have the same weights. Collective."""
@@ -277,8 +277,7 @@ class PoolRun:
                 missing.append(number)
             else:
                 numbers[slice(*intervals[number])] = rows
-        done = np.flatnonzero(kept).tolist()
-        found = sum(intervals[n][1] - intervals[n][0] for n in done)
+        found = sum(high - low for (low, high), done in zip(intervals, kept) if done)
         hidden = not (progress and replica.is_primary)
         with contextlib.ExitStack() as stack:
             for module in self.scorer.model.modules():
@@ -327,8 +326,7 @@ class PoolRun:
         """Returns the scores of a block, ``(block_size, *width)`` float32."""
         self.scorer.given = given if self.labels == "given" else None
         with blocks.noted(f"while {given} of the pool were scored"):
-            labelled = LABELS[self.labels]
-            found = labelled(self.score.values, self.scorer, inputs, targets)
+            found = LABELS[self.labels](self.score.values, self.scorer, inputs, targets)
         found = found.detach().float()
         xla_replica.current().sync()
         return found
