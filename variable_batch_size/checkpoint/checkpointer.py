@@ -93,9 +93,8 @@ class Checkpointer:
         _check_parts(optimizer, parts)
         if "://" in str(folder):
             raise ValueError(f"folder={str(folder)!r} is not a path: mount the bucket")
-        self._best = check_choice(
-            "best", best, ("max", "min", None), "a part by another name"
-        )
+        choices = ("max", "min", None)
+        self._best = check_choice("best", best, choices, "a part by another name")
         self.folder = Path(folder)
         self.replica = optimizer.replica
         self.best_metric: float | None = None

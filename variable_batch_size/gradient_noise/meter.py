@@ -260,15 +260,11 @@ class NoiseMeter(Part):
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless `load_state_dict` can take ``state``."""
-        check_same(
-            {
-                "groups": state["averages"].shape[-1],
-                "reference batch size": state["base"].item(),
-            },
-            {"groups": self._num_groups, "reference batch size": float(self._base)},
-            "the saved noise is of other parameter groups or another reference",
-            "Use the same groups and ref_batchsize",
-        )
+        own = {"groups": self._num_groups, "reference batch size": float(self._base)}
+        saved = state["averages"].shape[-1], state["base"].item()
+        what = "the saved noise is of other parameter groups or another reference"
+        remedy = "Use the same groups and ref_batchsize"
+        check_same(dict(zip(own, saved)), own, what, remedy)
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Takes what `state_dict` returned; see `check_state`."""
