@@ -8,17 +8,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from variable_batch_size.control.policies import Observation, Policy, decide, policy_of
+from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import Update
 from variable_batch_size.trace_tools.step_time import fit_step_time
 from xla_replica.common.arguments import check_fields, check_integer, checked
 from xla_replica.common.files import unfinished_name, write_whole
-
-if TYPE_CHECKING:
-    from variable_batch_size.optimizer import ElasticOptimizer
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -112,12 +112,10 @@ class NoiseMeter(Part):
         self._averages = torch.zeros(3, 0, dtype=self.dtype, device=replica.device)
         # Of the step under way: (G,), and the number of minibatches with a weight.
         self._squares = SmallSum(0, self.dtype, replica, is_exact)
-        self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
+        self._count = self._averages.new_zeros(1)
         # An integer and a fraction: one float would lose fractions as it grows.
-        self._progress = (
-            torch.zeros(1, dtype=torch.int64, device=replica.device),
-            torch.zeros(1, dtype=self.dtype, device=replica.device),
-        )
+        zeros = self._averages.new_zeros
+        self._progress = zeros(1, dtype=torch.int64), zeros(1)
         self._uploaded: dict[str, torch.Tensor] = {}
         self.watch(groups)
 

@@ -244,11 +244,10 @@ class RunLog:
         And once more what the member that writes may have died with.
         """
         self._share_steps = 1  # a member may be lost with the losses that it alone has
-        step, number = self._sampler.ledger.global_step, self._replica.num_replicas
+        step, num = self._sampler.ledger.global_step, self._replica.num_replicas
         self._begin(step)
         if self._file and self._replica.is_primary:
-            event = {"generation": generation, "num_replicas": number}
-            self._file.event("members", step, **event)
+            self._file.event("members", step, generation=generation, num_replicas=num)
             self._file.write(*self._newest)
         self.flush()  # to this member alone they may be known
 
