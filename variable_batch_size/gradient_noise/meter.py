@@ -128,7 +128,7 @@ class NoiseMeter(Part):
         after the first backward pass of a step, the step's squares are not all known,
         and it does not count: on no replica, since the sum over them is not finite.
         """
-        if num_new := len(groups) - self._num_groups:
+        if num_new := len(groups) - self._averages.shape[1]:
             new = self._averages.new_zeros(3, num_new)
             self._averages = torch.cat([self._averages, new], dim=1)
             self._squares.grow(num_new)
@@ -190,7 +190,7 @@ class NoiseMeter(Part):
 
     def commit(self, step: Step) -> None:
         """Makes `gains` of the step whose averaged gradients are in ``.grad``."""
-        before, num_groups = self._averages, self._averages.shape[-1]
+        before, num_groups = self._averages, self._averages.shape[1]
         numbers = self._uploaded
         if self.weighted:
             self._weigh(self.weights.weight)
@@ -245,7 +245,7 @@ class NoiseMeter(Part):
         """Returns what multiplies the learning rate of each parameter group."""
         averages, _ = self._read()
         if not self.options.per_group:
-            averages = estimators.overall(averages).expand(-1, self._num_groups)
+            averages = estimators.overall(averages).expand(-1, averages.shape[1])
         return tuple(self._gains(averages, batch_size))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -258,7 +258,8 @@ class NoiseMeter(Part):
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless `load_state_dict` can take ``state``."""
-        own = {"groups": self._num_groups, "reference batch size": float(self._base)}
+        num_groups, base = self._averages.shape[1], float(self._base)
+        own = {"groups": num_groups, "reference batch size": base}
         saved = state["averages"].shape[-1], state["base"].item()
         what = "the saved noise is of other parameter groups or another reference"
         remedy = "Use the same groups and ref_batchsize"
@@ -275,10 +276,6 @@ class NoiseMeter(Part):
         self._replica.sync()
 
     # --- how ------------------------------------------------------------------------
-
-    @property
-    def _num_groups(self) -> int:
-        return self._averages.shape[-1]
 
     def _weigh(self, total: Any) -> None:
         """Computes from a step's weight and count what `prepare` else uploads."""

@@ -294,12 +294,9 @@ class RunLog:
         if noise and self._replica.is_primary:
             line |= noise.measure()._asdict()
         self.flush()
+        numbers = {name: line[name] for name in line if name not in _OF_FILES}
         # What the noise meter does not know yet is NaN; a loss that is, is news.
-        values = {
-            name: value
-            for name, value in line.items()
-            if name not in _OF_FILES and (value == value or name == "loss")
-        }
+        values = {n: v for n, v in numbers.items() if v == v or n == "loss"}
         seconds = self._sum("seconds")
         values["samples_per_second"] = self._sum("batch_size") / seconds
         idle = self._sum("idle_seconds") / self._replica.num_replicas

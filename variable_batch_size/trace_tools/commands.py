@@ -179,10 +179,8 @@ def run_simulate(args: argparse.Namespace) -> str:
 
 
 # Functions of the parsed options that return the output.
-COMMANDS = {
-    run.__name__.removeprefix("run_"): run
-    for run in (run_check, run_make, run_convert, run_stats, run_plot, run_simulate)
-}
+_ALL = run_check, run_make, run_convert, run_stats, run_plot, run_simulate
+COMMANDS = {run.__name__.removeprefix("run_"): run for run in _ALL}
 # Functions by name, of which the command line chooses one, with its options.
 MEMBERS: dict[str, Any] = {"make": tools.FAMILIES, "convert": tools.POLICIES}
 
