@@ -70,10 +70,9 @@ class GradientSquares:
 
         Gradients that `model.zero_grad` has thrown away meanwhile do not count.
         """
-        found = self._collected.items()
-        collected = {i: v for i, v in found if self.parameters[i].grad is not None}
-        self.discard()
-        return self.by_group(collected) if collected else None
+        found, self._collected = self._collected, {}
+        kept = {i: v for i, v in found.items() if self.parameters[i].grad is not None}
+        return self.by_group(kept) if kept else None
 
     def discard(self) -> None:
         """Forgets the minibatch."""

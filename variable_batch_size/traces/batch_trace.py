@@ -24,7 +24,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Any, TextIO, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -44,8 +44,7 @@ class TraceWarning(UserWarning):
 
 
 TraceSource: TypeAlias = (
-    "str | os.PathLike[str] | TextIO | int | Sequence[int] | np.ndarray | pd.DataFrame"
-    " | Trace"
+    "trace_csv.Source | int | Sequence[int] | np.ndarray | pd.DataFrame | Trace"
 )
 
 
