@@ -151,17 +151,14 @@ def epochs(
     optimizer.attach(shown)
     numbers = range(sampler.epoch, last)
     made = (Epoch(n, optimizer, loader, model, run_log) for n in numbers)
-    return _run(optimizer, made, shown, saver, run_log)
+    return _run(made, shown, saver)
 
 
 def _run(
-    optimizer: ElasticOptimizer,
-    made: Iterable[Epoch],
-    shown: Progress,
-    saver: Checkpointer | None,
-    log: RunLog | None,
+    made: Iterable[Epoch], shown: Progress, saver: Checkpointer | None
 ) -> Iterator[Epoch]:
     """Yields epochs, each begun and then saved, and ends the run after the last one."""
+    optimizer, log = shown.optimizer, shown.log
     with shown.bar:
         for epoch in made:
             optimizer.sampler.set_epoch(epoch.number)

@@ -15,7 +15,6 @@ from torch import nn
 
 import xla_replica
 from variable_batch_size.checkpoint import files, random_state, save_and_stop, shards
-from variable_batch_size.checkpoint.save_and_stop import SaveTimes
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import AttachedScheduler, Update
@@ -93,9 +92,8 @@ class Checkpointer:
         _check_parts(optimizer, parts)
         if "://" in str(folder):
             raise ValueError(f"folder={str(folder)!r} is not a path: mount the bucket")
-        self._best = check_choice(
-            "best", best, ("max", "min", None), "a part by another name"
-        )
+        choices = ("max", "min", None)
+        self._best = check_choice("best", best, choices, "a part by another name")
         self.folder = Path(folder)
         self.replica = optimizer.replica
         self.best_metric: float | None = None
@@ -106,7 +104,7 @@ class Checkpointer:
         self._modules = _modules(parts)
         optimizer.follow_buffers(self._modules)
         times = every_updates, every_minutes, keep, look_every_seconds
-        self._times = SaveTimes(self.replica, *times)
+        self._times = save_and_stop.SaveTimes(self.replica, *times)
         self.has_loaded = False
         self.num_epochs: int | None = None
         self._loaded: Path | None = None  # by the last `load`

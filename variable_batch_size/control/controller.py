@@ -8,22 +8,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from variable_batch_size.control.policies import POLICIES, Observation, Policy, decide
+from variable_batch_size.control.policies import Observation, Policy, decide, policy_of
+from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import Update
 from variable_batch_size.trace_tools.step_time import fit_step_time
-from xla_replica.common.arguments import (
-    check_choice,
-    check_fields,
-    check_integer,
-    checked,
-)
+from xla_replica.common.arguments import check_fields, check_integer, checked
 from xla_replica.common.files import unfinished_name, write_whole
-
-if TYPE_CHECKING:
-    from variable_batch_size.optimizer import ElasticOptimizer
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -83,21 +75,18 @@ class BatchSizeController:
     def __post_init__(self) -> None:
         check_fields(self)
         self.updates_of = optimizer = self.optimizer
-        policy = self.policy
         unit = optimizer.sampler.minibatch_size
         low = -(-self.least // unit) * unit  # batch sizes are whole minibatches
         name = f"most (least={self.least} in minibatches of {unit})"
         most = check_integer(name, self.most, least=low)
-        if not callable(policy):
-            policy = POLICIES[check_choice("policy", policy, POLICIES, "a function")]
-            if optimizer.noise is None:
-                raise TypeError(
-                    "BatchSizeController decides from the gradient noise scale: build "
-                    "the optimizer with noise=True, or pass policy=, a function"
-                )
+        self._policy, self._replica = policy_of(self.policy), optimizer.replica
+        if self._policy is not self.policy and optimizer.noise is None:
+            raise TypeError(
+                "BatchSizeController decides from the gradient noise scale: build the "
+                "optimizer with noise=True, or pass policy=, a function"
+            )
         for size in (low, most // unit * unit):
             optimizer.check_batch_size(size)
-        self._policy, self._replica = policy, optimizer.replica
         self._available = self.available or (lambda: most)
         self._generation: int | None = None  # of a live run, at the last update
         # Seconds, substeps and updates from one decision to the next, newest last.

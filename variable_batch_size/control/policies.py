@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from variable_batch_size.trace_tools.step_time import StepTime
-from xla_replica.common.arguments import check_integer
+from xla_replica.common.arguments import check_choice, check_integer
 
 
 class Observation(NamedTuple):
@@ -74,6 +74,16 @@ def per_replica(batch_size: int) -> Policy:
 
 
 POLICIES: dict[str, Policy] = {"noise-scale": noise_scale, "goodput": goodput}
+
+
+def policy_of(policy: str | Policy) -> Policy:
+    """Returns the policy of that name; raises ValueError if there is none.
+
+    A function is returned as it is.
+    """
+    if callable(policy):
+        return policy
+    return POLICIES[check_choice("policy", policy, POLICIES, "a function")]
 
 
 def decide(

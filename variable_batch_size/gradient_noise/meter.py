@@ -112,12 +112,10 @@ class NoiseMeter(Part):
         self._averages = torch.zeros(3, 0, dtype=self.dtype, device=replica.device)
         # Of the step under way: (G,), and the number of minibatches with a weight.
         self._squares = SmallSum(0, self.dtype, replica, is_exact)
-        self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
+        self._count = self._averages.new_zeros(1)
         # An integer and a fraction: one float would lose fractions as it grows.
-        self._progress = (
-            torch.zeros(1, dtype=torch.int64, device=replica.device),
-            torch.zeros(1, dtype=self.dtype, device=replica.device),
-        )
+        zeros = self._averages.new_zeros
+        self._progress = zeros(1, dtype=torch.int64), zeros(1)
         self._uploaded: dict[str, torch.Tensor] = {}
         self.watch(groups)
 
@@ -130,7 +128,7 @@ class NoiseMeter(Part):
         after the first backward pass of a step, the step's squares are not all known,
         and it does not count: on no replica, since the sum over them is not finite.
         """
-        if num_new := len(groups) - self._num_groups:
+        if num_new := len(groups) - self._averages.shape[1]:
             new = self._averages.new_zeros(3, num_new)
             self._averages = torch.cat([self._averages, new], dim=1)
             self._squares.grow(num_new)
@@ -192,7 +190,7 @@ class NoiseMeter(Part):
 
     def commit(self, step: Step) -> None:
         """Makes `gains` of the step whose averaged gradients are in ``.grad``."""
-        before, num_groups = self._averages, self._averages.shape[-1]
+        before, num_groups = self._averages, self._averages.shape[1]
         numbers = self._uploaded
         if self.weighted:
             self._weigh(self.weights.weight)
@@ -247,7 +245,7 @@ class NoiseMeter(Part):
         """Returns what multiplies the learning rate of each parameter group."""
         averages, _ = self._read()
         if not self.options.per_group:
-            averages = estimators.overall(averages).expand(-1, self._num_groups)
+            averages = estimators.overall(averages).expand(-1, averages.shape[1])
         return tuple(self._gains(averages, batch_size))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -260,15 +258,12 @@ class NoiseMeter(Part):
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless `load_state_dict` can take ``state``."""
-        check_same(
-            {
-                "groups": state["averages"].shape[-1],
-                "reference batch size": state["base"].item(),
-            },
-            {"groups": self._num_groups, "reference batch size": float(self._base)},
-            "the saved noise is of other parameter groups or another reference",
-            "Use the same groups and ref_batchsize",
-        )
+        num_groups, base = self._averages.shape[1], float(self._base)
+        own = {"groups": num_groups, "reference batch size": base}
+        saved = state["averages"].shape[-1], state["base"].item()
+        what = "the saved noise is of other parameter groups or another reference"
+        remedy = "Use the same groups and ref_batchsize"
+        check_same(dict(zip(own, saved)), own, what, remedy)
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Takes what `state_dict` returned; see `check_state`."""
@@ -281,10 +276,6 @@ class NoiseMeter(Part):
         self._replica.sync()
 
     # --- how ------------------------------------------------------------------------
-
-    @property
-    def _num_groups(self) -> int:
-        return self._averages.shape[-1]
 
     def _weigh(self, total: Any) -> None:
         """Computes from a step's weight and count what `prepare` else uploads."""

@@ -70,10 +70,9 @@ class GradientSquares:
 
         Gradients that `model.zero_grad` has thrown away meanwhile do not count.
         """
-        found = self._collected.items()
-        collected = {i: v for i, v in found if self.parameters[i].grad is not None}
-        self.discard()
-        return self.by_group(collected) if collected else None
+        found, self._collected = self._collected, {}
+        kept = {i: v for i, v in found.items() if self.parameters[i].grad is not None}
+        return self.by_group(kept) if kept else None
 
     def discard(self) -> None:
         """Forgets the minibatch."""
@@ -84,15 +83,22 @@ class GradientSquares:
         indices = [i for i, p in enumerate(self.parameters) if p.grad is not None]
         parameters: Any = [self.parameters[index] for index in indices]
         gradients = [parameter.grad for parameter in parameters]
-        how = self.dtype, self._is_lazy
         if not self._is_sharded:
-            sums = squares(gradients, *how)
+            sums = self._squares(gradients)
         elif self._is_exact:  # one whole gradient after another
-            sums = [squares([whole(each)], *how)[0] for each in gradients]
+            sums = [self._squares([whole(each)])[0] for each in gradients]
         else:
-            sums = squares([self._replica.local(each) for each in gradients], *how)
+            sums = self._squares([self._replica.local(each) for each in gradients])
             sums = self._replica.sum_over_shards(sums, parameters)
         return self.by_group(dict(zip(indices, sums)))
+
+    def _squares(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns `square` of each, in a few kernels where nothing is compiled."""
+        special = any(g.is_sparse or g.is_complex() for g in gradients)
+        if special or self._is_lazy or not gradients:
+            return [square(gradient, self.dtype) for gradient in gradients]
+        norms = torch._foreach_norm(gradients, 2, self.dtype)
+        return list(torch._foreach_mul(norms, norms))
 
     def by_group(self, numbers: dict[int, torch.Tensor]) -> torch.Tensor:
         """Returns the sums of 0-d tensors over each parameter group: ``(G,)``."""
@@ -105,17 +111,6 @@ class GradientSquares:
         nothing = torch.zeros(1, dtype=self.dtype, device=self._replica.device)
         found = iter(sums)
         return torch.cat([next(found) if each else nothing for each in members])
-
-
-def squares(
-    gradients: list[torch.Tensor], dtype: torch.dtype, is_lazy: bool
-) -> list[torch.Tensor]:
-    """Returns `square` of each, in a few kernels where nothing is compiled."""
-    special = any(g.is_sparse or g.is_complex() for g in gradients)
-    if special or is_lazy or not gradients:
-        return [square(gradient, dtype) for gradient in gradients]
-    norms = torch._foreach_norm(gradients, 2, dtype)
-    return list(torch._foreach_mul(norms, norms))
 
 
 def square(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

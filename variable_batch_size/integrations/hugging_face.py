@@ -118,13 +118,10 @@ class ElasticTrainer(Trainer):
             # Models that fall back to this loss, as GPT-2 does, shift labels too.
             loss = getattr(self.model, "loss_function", None)
             self._loss_shifts_labels |= loss is ForCausalLMLoss
+        seed = args.seed if args.data_seed is None else args.data_seed
+        data, size = self.train_dataset, args.per_device_train_batch_size
         self.sampler = vbs.CustomSampler(
-            self.train_dataset,
-            trace,
-            args.seed if args.data_seed is None else args.data_seed,
-            minibatch_size=args.per_device_train_batch_size,
-            order=order,
-            on_end=on_end,
+            data, trace, seed, minibatch_size=size, order=order, on_end=on_end
         )
         args.max_steps = self._num_updates()
         self._elastic = functools.partial(

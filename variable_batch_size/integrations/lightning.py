@@ -51,6 +51,8 @@ class ElasticStrategy(SingleDeviceStrategy):
     Attributes:
         sampler: See the argument.
         replica: The replica that the process is.
+        optimizer: The wrapper of the module's optimizer, from the hook ``on_fit_start``
+            on.
 
     Raises:
         ValueError: Replicas are not processes, as on XLA.
@@ -78,11 +80,6 @@ class ElasticStrategy(SingleDeviceStrategy):
         self._log: vbs.RunLog | None = None
         self._is_inside_step = False
 
-    @property
-    def optimizer(self) -> steps.StepOptimizer:
-        """The wrapper of the module's optimizer, from the hook ``on_fit_start`` on."""
-        return self.optimizers[0]
-
     # --- the four methods of the strategy ---------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
@@ -99,12 +96,12 @@ class ElasticStrategy(SingleDeviceStrategy):
             loop.max_epochs = int(most)
         super().setup(trainer)
         [inner] = self.optimizers
-        optimizer = steps.StepOptimizer(inner, self.sampler, **self._options)
-        self.optimizers: list[Any] = [optimizer]
-        if num_steps := trainer.log_every_n_steps:
+        self.optimizer = steps.StepOptimizer(inner, self.sampler, **self._options)
+        self.optimizers: list[Any] = [self.optimizer]
+        if num := trainer.log_every_n_steps:
             sinks = [_sink_of(each) for each in trainer.loggers]
-            self._log = vbs.RunLog(None, optimizer, log_steps=num_steps, sinks=sinks)
-            optimizer.attach(self._log)
+            self._log = vbs.RunLog(None, self.optimizer, log_steps=num, sinks=sinks)
+            self.optimizer.attach(self._log)
         trainer.callbacks.insert(0, _EqualBuffers())
 
     def process_dataloader(self, dataloader: Any) -> Any:

@@ -244,11 +244,10 @@ class RunLog:
         And once more what the member that writes may have died with.
         """
         self._share_steps = 1  # a member may be lost with the losses that it alone has
-        step, number = self._sampler.ledger.global_step, self._replica.num_replicas
+        step, num = self._sampler.ledger.global_step, self._replica.num_replicas
         self._begin(step)
         if self._file and self._replica.is_primary:
-            event = {"generation": generation, "num_replicas": number}
-            self._file.event("members", step, **event)
+            self._file.event("members", step, generation=generation, num_replicas=num)
             self._file.write(*self._newest)
         self.flush()  # to this member alone they may be known
 
@@ -295,12 +294,9 @@ class RunLog:
         if noise and self._replica.is_primary:
             line |= noise.measure()._asdict()
         self.flush()
+        numbers = {name: line[name] for name in line if name not in _OF_FILES}
         # What the noise meter does not know yet is NaN; a loss that is, is news.
-        values = {
-            name: value
-            for name, value in line.items()
-            if name not in _OF_FILES and (value == value or name == "loss")
-        }
+        values = {n: v for n, v in numbers.items() if v == v or n == "loss"}
         seconds = self._sum("seconds")
         values["samples_per_second"] = self._sum("batch_size") / seconds
         idle = self._sum("idle_seconds") / self._replica.num_replicas

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,7 @@ from variable_batch_size import trace_tools as tools
 from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.runs.picture import draw_runs
 from variable_batch_size.runs.run_file import Run, read_run
-from variable_batch_size.trace_tools.options import (
-    REQUIRED,
-    Option,
-    amount,
-    listed,
-    options_of,
-    rows_of,
-)
+from variable_batch_size.trace_tools.options import REQUIRED, Option, amount, rows_of
 from variable_batch_size.traces.batch_trace import Trace
 from variable_batch_size.traces.trace_csv import COLUMN, read_table
 from xla_replica.common.arguments import check_number
@@ -73,7 +68,7 @@ def run_check(args: argparse.Namespace) -> str:
     wasted = {part: told[f"{part} in per cent"] for part in parts}
     how = "fits well" if max(wasted.values()) < 10 else "fits, but wastes much"
     said = ", ".join(f"{number:.1f} % {part}" for part, number in wasted.items())
-    return listed({"verdict": f"it {how}: {said}", **told})
+    return _listed({"verdict": f"it {how}: {said}", **told})
 
 
 def run_stats(args: argparse.Namespace) -> str:
@@ -82,7 +77,7 @@ def run_stats(args: argparse.Namespace) -> str:
     example:
       vbs stats trace.csv
     """
-    return listed(tools.stats(_trace(args.trace, args)[0]))
+    return _listed(tools.stats(_trace(args.trace, args)[0]))
 
 
 def run_plot(args: argparse.Namespace) -> str:
@@ -119,7 +114,7 @@ def run_make(args: argparse.Namespace) -> str:
       vbs make seesaw --first 256 --most 4096 --total-samples 10M --out seesaw.csv
       vbs make spot-market --steps 500 --devices 64 --samples-per-device 32 --seed 1
     """
-    options = options_of(args, tools.FAMILIES[args.member])
+    options = _options_of(args, tools.FAMILIES[args.member])
     return _written(tools.make(args.member, **options), args)
 
 
@@ -142,16 +137,16 @@ def run_convert(args: argparse.Namespace) -> str:
     """
     found = tools.read_availability(args.log)
     policy = tools.POLICIES[args.member]
-    batch_size_of = policy(**options_of(args, policy))
+    batch_size_of = policy(**_options_of(args, policy))
     step_time = _step_time(args)
     if step_time is None:
         if args.restart_seconds:
             raise ValueError("restart_seconds needs a step time")
         return _written(tools.convert_rows(found, batch_size_of), args)
-    options = options_of(args, tools.convert)
+    options = _options_of(args, tools.convert)
     result = tools.convert(found, batch_size_of, step_time, **options)
     names = "of the log", "in steps", "in steps that were lost", "idle"
-    told = listed({f"device-hours {n}": s / 3600 for n, s in zip(names, result[1:])})
+    told = _listed({f"device-hours {n}": s / 3600 for n, s in zip(names, result[1:])})
     written = _written(result.steps, args)
     return f"{written}\n{told}" if args.out else written
 
@@ -174,20 +169,18 @@ def run_simulate(args: argparse.Namespace) -> str:
     """
     schedule, devices = _schedule(args)
     step_time = _step_time(args)
-    options = options_of(args, tools.simulate) | {"step_time": step_time}
+    options = _options_of(args, tools.simulate) | {"step_time": step_time}
     steps = tools.simulate(schedule, args.epochs, devices=devices, **options)
-    told = tools.totals(steps, **options_of(args, tools.totals))
+    told = tools.totals(steps, **_options_of(args, tools.totals))
     if args.out is not None:
         steps = steps.rename(columns={"batch_size": COLUMN})
         told = {"file": _written(steps, args).removeprefix("wrote "), **told}
-    return listed(told)
+    return _listed(told)
 
 
 # Functions of the parsed options that return the output.
-COMMANDS = {
-    run.__name__.removeprefix("run_"): run
-    for run in (run_check, run_make, run_convert, run_stats, run_plot, run_simulate)
-}
+_ALL = run_check, run_make, run_convert, run_stats, run_plot, run_simulate
+COMMANDS = {run.__name__.removeprefix("run_"): run for run in _ALL}
 # Functions by name, of which the command line chooses one, with its options.
 MEMBERS: dict[str, Any] = {"make": tools.FAMILIES, "convert": tools.POLICIES}
 
@@ -234,6 +227,21 @@ def _drawn(name: str, args: argparse.Namespace) -> tuple[str, Run]:
     if devices is not None and len(devices) == len(table):  # and not of thresholds
         table["replicas"] = devices
     return name, Run(path, table, [])
+
+
+def _options_of(
+    args: argparse.Namespace, function: Callable[..., Any]
+) -> dict[str, Any]:
+    """Returns the parsed options that a function has as keywords."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
+def _listed(numbers: Mapping[str, Any]) -> str:
+    """Returns numbers as a table of two columns, one line each."""
+    width = max(map(len, numbers))
+    texts = (f"{n:.6g}" if isinstance(n, float) else n for n in numbers.values())
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in zip(numbers, texts))
 
 
 def _check_out(out: Path, args: argparse.Namespace) -> None:

@@ -12,16 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from variable_batch_size.trace_tools.step_time import StepTime
+from variable_batch_size.traces import trace_csv
 from variable_batch_size.traces.batch_trace import MOST_STEPS, Trace
-from variable_batch_size.traces.trace_csv import (
-    COLUMN,
-    STEP_COLUMN,
-    Source,
-    Table,
-    TraceError,
-    read_text,
-    table_of,
-)
+from variable_batch_size.traces.trace_csv import COLUMN, STEP_COLUMN, Table, TraceError
 from xla_replica.common.arguments import check_integer, check_number
 from xla_replica.common.later import pd
 
@@ -54,7 +47,7 @@ class Availability(NamedTuple):
         return float(np.diff(self.times) @ self.devices[:-1])
 
 
-def read_availability(source: Source) -> Availability:
+def read_availability(source: trace_csv.Source) -> Availability:
     """Returns the log of a file, with irregular rows and zeros for pauses.
 
     Times in seconds are in a column Time, time or timestamp; devices in one of the name
@@ -68,12 +61,12 @@ def read_availability(source: Source) -> Availability:
         TraceError: A column is missing; or a time is below the one before, or a
             number of devices is not an integer >= 0. It names the line.
     """
-    name, text = read_text(source)
+    name, text = trace_csv.read_text(source)
     if text.lstrip().startswith("{"):
         table = _table_of_ticks(name, text)
     else:
         header = ("Time", "devices") if _HEADLESS.match(text) else ()
-        table = table_of(name, text, header)
+        table = trace_csv.table_of(name, text, header)
     when, what = table.find(*TIME_COLUMNS), table.find(*DEVICE_COLUMNS)
     times, counts = table.numbers(when), table.integers(what, 0)
     table.refuse(when, times > MOST_SECONDS, "must be in seconds, not milliseconds")
@@ -143,9 +136,8 @@ def capped(*, samples_per_device: int, most: int, least: int = 1) -> BatchSize:
 
 
 # Functions whose keywords are their options; see docs/extending.md.
-POLICIES: dict[str, Callable[..., BatchSize]] = {
-    "proportional": proportional, "fixed": fixed, "capped": capped,
-}  # fmt: skip
+_ALL: tuple[Callable[..., BatchSize], ...] = proportional, fixed, capped
+POLICIES = {policy.__name__: policy for policy in _ALL}
 
 
 class Conversion(NamedTuple):

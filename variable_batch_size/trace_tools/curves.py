@@ -33,8 +33,7 @@ def read_curve(source: Source) -> Curve:
     others = [name for name in table.header if name and name != first]
     second = table.find(*(others or ["of any other name"]))
     samples, numbers = table.numbers(first), table.numbers(second)
-    falls = np.append(False, np.diff(samples) <= 0)
-    table.refuse(first, falls, "must be larger than in the row before")
+    table.check_increasing(first, samples)
     table.refuse(second, numbers < 0, "must be >= 0")
     return lambda at: np.interp(at, samples, numbers)
 

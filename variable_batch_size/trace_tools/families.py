@@ -128,10 +128,11 @@ def seesaw(
         warm_up_samples: Where the schedule is at its peak, after a linear rise.
     """
     rates = decay(schedule, total_samples, warm_up_samples)
-    return _until(
-        total_samples,
-        lambda used: _doubled(first, int(rates.num_halvings(np.array(used))), most),
-    )
+
+    def size(used: int) -> int:
+        return _doubled(first, int(rates.num_halvings(np.array(used))), most)
+
+    return _until(total_samples, size)
 
 
 def critical_batch(

@@ -6,7 +6,7 @@ import argparse
 import inspect
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,21 +70,6 @@ def rows_of(function: Callable[..., Any], commands: str = "") -> list[Option]:
             flag, text = "--" + name.replace("_", "-"), text.replace("%", "%%")
             rows.append(Option(flag, kind, each.default, commands, text))
     return rows
-
-
-def options_of(
-    arguments: argparse.Namespace, function: Callable[..., Any]
-) -> dict[str, Any]:
-    """Returns the parsed options that a function has as keywords."""
-    names = inspect.signature(function).parameters
-    return {name: value for name, value in vars(arguments).items() if name in names}
-
-
-def listed(numbers: Mapping[str, Any]) -> str:
-    """Returns numbers as a table of two columns, one line each."""
-    width = max(map(len, numbers))
-    texts = (f"{n:.6g}" if isinstance(n, float) else n for n in numbers.values())
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in zip(numbers, texts))
 
 
 def amount(text: str) -> int:

@@ -24,21 +24,17 @@ import hashlib
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Any, TextIO, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from variable_batch_size.traces.trace_csv import (
-    COLUMN,
-    STEP_COLUMN,
-    THRESHOLDS,
-    Table,
-    TraceError,
-    read_table,
-)
+from variable_batch_size.traces import trace_csv
+from variable_batch_size.traces.trace_csv import COLUMN, STEP_COLUMN, Table, TraceError
 from xla_replica.common.arguments import check_integer, is_integer
 from xla_replica.common.later import is_pandas, pd
 
+# What the rows of a trace by threshold count, in place of steps.
+THRESHOLDS = ("samples", "tokens")
 # Of a trace by threshold: more would be a gigabyte of rows, and a wrong unit.
 MOST_STEPS = 2**27
 
@@ -48,8 +44,7 @@ class TraceWarning(UserWarning):
 
 
 TraceSource: TypeAlias = (
-    "str | os.PathLike[str] | TextIO | int | Sequence[int] | np.ndarray | pd.DataFrame"
-    " | Trace"
+    "trace_csv.Source | int | Sequence[int] | np.ndarray | pd.DataFrame | Trace"
 )
 
 
@@ -133,8 +128,7 @@ class Trace:
         unit = table.find(*THRESHOLDS)
         first = table.integers(unit, 0)
         table.refuse(unit, first[:1] != 0, "must be 0, as a batch size begins there")
-        rises = np.diff(first, prepend=-1) > 0
-        table.refuse(unit, ~rises, "must be larger than in the row before")
+        table.check_increasing(unit, first)
         if unit == "tokens" and tokens_per_sample is None:
             raise TraceError(f"{self.name}: the column tokens needs tokens_per_sample")
         per_sample = tokens_per_sample if unit == "tokens" else 1
@@ -194,7 +188,7 @@ def _table_of(source: TraceSource) -> Table:
     if isinstance(source, Table):
         return source
     if isinstance(source, (str, os.PathLike)) or hasattr(source, "read"):
-        return read_table(given)
+        return trace_csv.read_table(given)
     name = f"the {type(source).__name__}"
     if is_pandas(source, "DataFrame"):
         columns = [np.asarray(column) for _, column in given.items()]

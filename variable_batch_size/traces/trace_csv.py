@@ -17,8 +17,6 @@ from xla_replica.common.arguments import is_number
 
 COLUMN = "batchsize"
 STEP_COLUMN = "step"
-# What the rows of a trace by threshold count, in place of steps.
-THRESHOLDS = ("samples", "tokens")
 Source: TypeAlias = "str | os.PathLike[str] | IO[Any]"
 
 
@@ -85,6 +83,11 @@ class Table(NamedTuple):
         bad = ~((found >= least) & (found < 2**53) & (np.floor(found) == found))
         self.refuse(header, bad, f"must be an integer >= {least} and < 2**53")
         return found.astype(np.int64)
+
+    def check_increasing(self, header: str, found: np.ndarray) -> None:
+        """Raises TraceError unless each number is larger than the one before."""
+        falls = np.diff(found, prepend=-np.inf) <= 0
+        self.refuse(header, falls, "must be larger than in the row before")
 
     def refuse(self, header: str, bad: np.ndarray, why: str) -> None:
         """Raises TraceError for the first row of which ``bad`` is true."""
