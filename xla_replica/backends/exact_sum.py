@@ -201,8 +201,7 @@ class ExactSum(BucketedSum):
         if self._are_under_way:  # nobody waits for them
             self.hold([*self._slots][::-1])
         for parameter, slot in self._slots.items():
-            parameter.grad = slot.rounded = None
-            slot.num_noted = 0
+            slot.num_noted, slot.rounded, parameter.grad = 0, None, None
         self._zero()
 
 
