@@ -295,7 +295,7 @@ class ShardedExactSum(ShardedSum):
         return self._totals[parameter]
 
     def _check_added(self, fits: bool) -> None:
-        """Raises ValueError if FSDP2 has summed others than these parameters."""
+        """Raises ValueError unless what FSDP2 has summed fits these parameters."""
         if not fits:
             raise ValueError(
                 "exact=: a module that fully_shard was called on has gradients of "
