@@ -44,11 +44,8 @@ def snapshot() -> Counts:
         data = metrics.metric_data(name)  # None before the first sample
         return int(data[0]) if data else 0
 
-    fallbacks = {
-        name: int(metrics.counter_value(name))
-        for name in metrics.counter_names()
-        if name.startswith("aten::")
-    }
+    names = [name for name in metrics.counter_names() if name.startswith("aten::")]
+    fallbacks = {name: int(metrics.counter_value(name)) for name in names}
     return Counts(samples("CompileTime"), samples("TransferFromDeviceTime"), fallbacks)
 
 

@@ -100,12 +100,8 @@ class DistributedReplica(Replica):
     """This process's rank in the default process group."""
 
     def __init__(self, reason: str, device: torch.device | None = None) -> None:
-        super().__init__(
-            torch.distributed.get_rank(),
-            torch.distributed.get_world_size(),
-            device_in_group() if device is None else device,
-            reason,
-        )
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        super().__init__(rank, size, device or device_in_group(), reason)
         self.overlaps = self.num_replicas > 1
         self.shards = ShardedParameters(self.num_replicas)
 
@@ -211,9 +207,6 @@ def _are_wrapped(parameters: Tensors) -> bool:
 
     Neither they nor their modules know of it.
     """
-    own = {id(parameter) for parameter in parameters}
-    return any(
-        id(parameter) in own
-        for wrapper in living(torch.nn.parallel.DistributedDataParallel)
-        for parameter in wrapper.parameters()
-    )
+    wrappers = living(torch.nn.parallel.DistributedDataParallel)
+    wrapped = {id(each) for wrapper in wrappers for each in wrapper.parameters()}
+    return not wrapped.isdisjoint(map(id, parameters))

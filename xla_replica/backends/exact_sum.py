@@ -201,8 +201,7 @@ class ExactSum(BucketedSum):
         if self._are_under_way:  # nobody waits for them
             self.hold([*self._slots][::-1])
         for parameter, slot in self._slots.items():
-            parameter.grad = slot.rounded = None
-            slot.num_noted = 0
+            slot.num_noted, slot.rounded, parameter.grad = 0, None, None
         self._zero()
 
 
@@ -227,7 +226,8 @@ class ShardedExactSum(ShardedSum):
         self._rounded: set[str] = set()  # in this minibatch
         self._versions: dict[nn.Parameter, int] = {}  # of ``.grad``, when it was added
         self._divisor: int | torch.Tensor = 1
-        self._take_sum(torch.empty(0))
+        # Of what FSDP2 has summed for a module: what is not added yet.
+        self._rest = torch.empty(0)
 
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
         super().hold(parameters)
@@ -266,23 +266,19 @@ class ShardedExactSum(ShardedSum):
                 "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64) to "
                 "fully_shard"
             )
-        self._check_added()
-        self._take_sum(flat)
-
-    def _take_sum(self, flat: torch.Tensor) -> None:
-        """Takes what FSDP2 has summed for a module, of which nothing is added yet."""
-        self._flat, self._num_added = flat, 0
+        self._check_added(not self._rest.numel())
+        self._rest = flat
 
     def note(self, parameter: nn.Parameter) -> None:
         """Adds this replica's part of a parameter, in the order in which FSDP2 goes on.
 
         Parts are padded to the largest one.
         """
-        num_own, first = local(parameter).numel(), self._num_added
         dim, length = _split(parameter)
-        self._num_added += length * (parameter.numel() // max(1, parameter.shape[dim]))
-        self._check_added(is_all=False)
-        self._add(parameter, self._flat[first:][:num_own])
+        num_padded = length * (parameter.numel() // max(1, parameter.shape[dim]))
+        self._check_added(num_padded <= self._rest.numel())
+        self._add(parameter, self._rest[: local(parameter).numel()])
+        self._rest = self._rest[num_padded:]
         self._versions[parameter] = local(parameter.grad)._version
         super().note(parameter)
 
@@ -298,10 +294,9 @@ class ShardedExactSum(ShardedSum):
             self._totals[parameter] = own.new_zeros(own.numel(), dtype=dtype)
         return self._totals[parameter]
 
-    def _check_added(self, is_all: bool = True) -> None:
-        """Raises ValueError if FSDP2 has summed others than these parameters."""
-        num_left = self._flat.numel() - self._num_added
-        if num_left < 0 or (is_all and num_left):
+    def _check_added(self, fits: bool) -> None:
+        """Raises ValueError unless what FSDP2 has summed fits these parameters."""
+        if not fits:
             raise ValueError(
                 "exact=: a module that fully_shard was called on has gradients of "
                 "parameters that this optimizer does not train: give all of them to "
@@ -311,8 +306,8 @@ class ShardedExactSum(ShardedSum):
 
     def end_minibatch(self) -> None:
         """Adds the gradients that FSDP2 does not sum."""
-        self._check_added()
-        self._take_sum(torch.empty(0))
+        self._check_added(not self._rest.numel())
+        self._rest = torch.empty(0)
         for parameter, gradient in self.gradients.items():
             version = self._versions.pop(parameter, None)
             is_same = parameter.grad is gradient and local(gradient)._version == version
@@ -364,7 +359,7 @@ class ShardedExactSum(ShardedSum):
         super().clear()
         self._totals.clear()
         self._versions.clear()
-        self._take_sum(torch.empty(0))
+        self._rest = torch.empty(0)
         for parameter in self.gradients:
             parameter.grad = None
 

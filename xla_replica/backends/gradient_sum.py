@@ -77,10 +77,8 @@ class GradientSum:
         for parameter in parameters:
             if parameter not in self.gradients and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self.gradients = {
-            parameter: self.gradients.get(parameter, parameter.grad)
-            for parameter in parameters
-        }
+        held = self.gradients
+        self.gradients = {p: held.get(p, p.grad) for p in parameters}
 
     def prepare_backward(self, now: Pass) -> None:
         """Prepares for the next backward pass, one of those before the next `sum_`."""

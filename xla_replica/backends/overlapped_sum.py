@@ -49,10 +49,8 @@ class Bucket:
         sizes = [parameter.numel() for parameter in parameters]
         self.flat = parameters[0].detach().new_zeros(sum(sizes) + tail)
         self.numbers = self.flat[: sum(sizes)]
-        self.places = [
-            Place(parameter, index, _like(part, parameter))
-            for parameter, part in zip(parameters, self.numbers.split(sizes))
-        ]
+        parts = zip(parameters, self.numbers.split(sizes))
+        self.places = [Place(p, index, _like(part, p)) for p, part in parts]
         self.num_missing = 0
         self.factor: float | None = None
         self.waits: list[Callable[[], None]] = []

@@ -86,12 +86,7 @@ def register_backend(
 
 # Where launchers say how many processes they have started: torchrun and whoever joins
 # them to a group, Open MPI, MPICH and Intel MPI, Slurm's srun.
-_NUMBERS_OF_PROCESSES = (
-    "WORLD_SIZE",
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "SLURM_STEP_NUM_TASKS",
-)
+_NUMBERS_OF_PROCESSES = "WORLD_SIZE OMPI_COMM_WORLD_SIZE PMI_SIZE SLURM_STEP_NUM_TASKS"
 
 _bound = threading.local()
 
@@ -150,7 +145,7 @@ def given_or_current(replica: Replica | None) -> Replica:
 
 def check_is_alone() -> None:
     """Raises ReplicaError if a launcher has started this process as one of several."""
-    name = next((n for n in _NUMBERS_OF_PROCESSES if n in os.environ), None)
+    name = next((n for n in _NUMBERS_OF_PROCESSES.split() if n in os.environ), None)
     if name is not None and os.environ[name] != "1":
         raise ReplicaError(
             f"{name}={os.environ[name]} says that this process is one of several, but "

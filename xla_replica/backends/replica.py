@@ -23,7 +23,7 @@ from torch import nn
 from xla_replica.backends.gradient_sum import Begin, GradientSum
 from xla_replica.backends.objects import check_equal, gather_objects
 from xla_replica.backends.overlapped_sum import OverlappedSum
-from xla_replica.backends.sharded_sum import ShardedSum, num_copies
+from xla_replica.backends.sharded_sum import Hook, ShardedSum, num_copies
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import NamedTensors, Tensors, map_tensors, tensors_in
 from xla_replica.device.device_traits import traits
@@ -254,9 +254,7 @@ class Replica(abc.ABC):
         """
         return read_parts(folder, wanted, like)
 
-    def on_gradient(
-        self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]
-    ) -> Any:
+    def on_gradient(self, parameter: torch.Tensor, hook: Hook) -> Any:
         """Calls ``hook`` with every gradient that a backward pass will accumulate.
 
         It is the gradient of the whole parameter, of one pass alone, after the hooks of

@@ -74,10 +74,9 @@ class GradientPlace:
 
     def follow(self, whole: torch.Tensor) -> None:
         """Sees the gradients of ``whole``, which a module computes with."""
-        if whole is self.whole or not whole.requires_grad:
-            return
-        self._node = accumulation_hook(whole, weak_hook(self.run))
-        self.whole = whole
+        if whole is not self.whole and whole.requires_grad:
+            self._node = accumulation_hook(whole, weak_hook(self.run))
+            self.whole = whole
 
     def run(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Sees a gradient; returns what is accumulated in its place, if anything.
@@ -293,9 +292,8 @@ class ShardedSum(GradientSum):
 
     def has_begun(self, parameter: nn.Parameter) -> bool:
         place = self._shards.places.get(parameter)
-        return parameter in self._reduced or (
-            is_sharded(parameter) and place.has_new and place.was_kept
-        )
+        is_added = is_sharded(parameter) and place.has_new and place.was_kept
+        return parameter in self._reduced or is_added
 
     def accumulates_elsewhere(self, parameter: nn.Parameter) -> bool:
         return parameter in self._copied or (self.is_whole and is_sharded(parameter))
@@ -367,11 +365,10 @@ def _forget_accumulated(unit: Any) -> None:
     """
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # of torch 2.13
-    for group in [state._fsdp_param_group] if groups is None else groups:
-        if group is not None:
-            group._partial_reduce_output = None
-            getattr(group, "_partial_reduce_output_layout", {}).clear()
-        for parameter in group.fsdp_params if group is not None else ():
+    for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
+        group._partial_reduce_output = None
+        getattr(group, "_partial_reduce_output_layout", {}).clear()
+        for parameter in group.fsdp_params:
             if "unsharded_accumulated_grad" in vars(parameter):
                 parameter.unsharded_accumulated_grad = None
 

@@ -50,9 +50,8 @@ class XlaReplica(Replica):
             )
         self._torch_xla, self._xm = torch_xla, xm
         self._on_cpu = xr.device_type() == "CPU"
-        super().__init__(
-            xr.global_ordinal(), xr.world_size(), torch_xla.device(), reason
-        )
+        rank, device = xr.global_ordinal(), torch_xla.device()
+        super().__init__(rank, xr.world_size(), device, reason)
 
     def _all_reduce_(self, tensors: list[torch.Tensor]) -> None:
         totals = [self._widened(tensor) for tensor in tensors]
@@ -89,12 +88,10 @@ class XlaReplica(Replica):
     def _broadcast_(self, tensors: list[torch.Tensor], source: int) -> None:
         # Selected, not multiplied: a NaN on other replicas must not survive.
         is_source = self.scalar(self.rank == source, torch.bool).reshape(())
-        chosen = []
-        for tensor in tensors:
-            value = tensor.detach()
-            if value.dtype == torch.bool:  # which cannot be summed
-                value = value.to(torch.uint8)
-            chosen.append(torch.where(is_source, value, torch.zeros_like(value)))
+        values = [tensor.detach() for tensor in tensors]
+        # Truth values cannot be summed.
+        values = [v.to(torch.uint8) if v.dtype == torch.bool else v for v in values]
+        chosen = [torch.where(is_source, v, torch.zeros_like(v)) for v in values]
         self.all_reduce_(chosen)
         for tensor, value in zip(tensors, chosen):
             tensor.copy_(value)
@@ -119,14 +116,11 @@ class XlaReplica(Replica):
         # Syncing first keeps the pending work in the one graph that every step runs.
         self.sync()
         with self.waiting():
-            fetched = self._torch_xla._XLAC._xla_get_cpu_tensors(
-                [tensor.detach() for tensor in tensors]
-            )
+            detached = [tensor.detach() for tensor in tensors]
+            fetched = self._torch_xla._XLAC._xla_get_cpu_tensors(detached)
         # It returns tensors that are on the host, such as Adam's steps, themselves.
-        return [
-            copy.clone() if traits(tensor).is_host else copy
-            for tensor, copy in zip(tensors, fetched)
-        ]
+        pairs = zip(tensors, fetched)
+        return [copy.clone() if traits(t).is_host else copy for t, copy in pairs]
 
     def send(self, batch: Any) -> Any:
         # Not tensor.to(): in the loader's thread its unfinished copy would be one of

@@ -93,9 +93,7 @@ def check_names(
     """
     for name in names:
         if name not in known:
-            raise ValueError(
-                f"{what} {name!r}, which is not among {kind}, {list(known)}"
-            )
+            raise ValueError(f"{what} {name!r}, which is not among {kind}, {[*known]}")
 
 
 def check_function(name: str, value: Any) -> Any:
@@ -175,9 +173,8 @@ def _check_number(
         is_right = is_one and math.isfinite(value)
     except OverflowError:  # an integer of more than 300 digits
         is_right = False
-    if not is_right or not all(
-        _COMPARED[s](value, limit) for s, limit in given.items()
-    ):
+    are_kept = (_COMPARED[sign](value, limit) for sign, limit in given.items())
+    if not (is_right and all(are_kept)):
         range_ = " and ".join(f"{sign} {limit}" for sign, limit in given.items())
         allowed = f"{kind} {range_}".rstrip()
         error = ValueError if is_one else TypeError

@@ -21,11 +21,8 @@ def differences(
     """
     if called is None:
         called = {name: name for name in sorted(saved.keys() | own.keys())}
-    return [
-        f"{what} was {saved.get(name)!r} and is {own.get(name)!r}"
-        for name, what in called.items()
-        if saved.get(name) != own.get(name)
-    ]
+    pairs = [(what, saved.get(name), own.get(name)) for name, what in called.items()]
+    return [f"{what} was {a!r} and is {b!r}" for what, a, b in pairs if a != b]
 
 
 def check_same(

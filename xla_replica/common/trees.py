@@ -46,18 +46,13 @@ def without_numpy(value: Any) -> Any:
     return map_tensors(value, lambda number: number.item(), np.generic)
 
 
-def leaves(value: Any) -> list[Any]:
-    """Returns what nested tuples, lists and dicts hold, except such containers."""
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, (tuple, list)):
-        return [value]
-    return [leaf for part in value for leaf in leaves(part)]
-
-
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Returns the tensors that `map_tensors` calls its function with, in that order."""
-    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, (list, tuple)):
+        return [tensor for part in value for tensor in tensors_in(part)]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -85,9 +80,7 @@ def tree_add(first: Any, second: Any) -> Any:
     {'a': tensor([2., 2.]), 'b': tensor([0.])}
     """
     if isinstance(first, Mapping) and isinstance(second, Mapping):
-        both = {
-            key: tree_add(first[key], second[key]) for key in first if key in second
-        }
+        both = {k: tree_add(first[k], second[k]) for k in first if k in second}
         return {**first, **second, **both}
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
         items = [tree_add(a, b) for a, b in zip(first, second, strict=True)]

@@ -59,15 +59,12 @@ def _on_gpus(precision: str, in_torch: str) -> Iterator[None]:
     # torch has an older and a newer setting. The older one, if it has been used, sets
     # the newer one too, and then must not differ from it: reading it would raise.
     matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    try:
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(RuntimeError):  # only the newer one has been used
-                stack.enter_context(_in_torch(in_torch))
-            matmul.fp32_precision = precision
-            yield
-    finally:
-        matmul.fp32_precision = before
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, matmul, "fp32_precision", matmul.fp32_precision)
+        with contextlib.suppress(RuntimeError):  # only the newer one has been used
+            stack.enter_context(_in_torch(in_torch))
+        matmul.fp32_precision = precision
+        yield
 
 
 _TRAITS = {

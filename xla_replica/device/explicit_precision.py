@@ -75,10 +75,8 @@ def _lowered(
     from torch_xla.core import xla_builder
 
     native, name = torch_xla._XLAC, "highest_product"
-    stand_ins = [
-        xla_builder.create_placeholder_tensor(each.shape, each.dtype)
-        for each in tensors
-    ]
+    make = xla_builder.create_placeholder_tensor
+    stand_ins = [make(each.shape, each.dtype) for each in tensors]
     lowering = native.lowering.LoweringContext(name)
     before = native._xla_get_mat_mul_precision()
     native._xla_set_mat_mul_precision("highest")

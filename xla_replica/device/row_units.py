@@ -107,9 +107,8 @@ class RowUnits:
         """
         result = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         if value.numel():
-            shape = num_rows(value), value.numel() // num_rows(value)
-            value = value.detach().float().reshape(shape)
-            pieces = self.scaled(self.rows[name], value, result.view(shape))
+            value = value.detach().float().reshape(num_rows(value), -1)
+            pieces = self.scaled(self.rows[name], value, result.view(value.shape))
             for multiples, scaled in pieces:
                 multiples.copy_(scaled)
         return result
@@ -161,12 +160,10 @@ class RowUnits:
         tops, peak = self._tops(seen), self._peak
         counts = tops > comparable(0.0, tops)
         has_grown = (seen * self._base.squeeze(1) >= self._limit).any()
-        again: torch.Tensor = (
-            has_grown | (counts & (tops < self._tops(peak) * FALLEN)).any()
-        )
-        new = torch.maximum(
-            seen, torch.where(again, torch.zeros_like(peak), peak * SINK)
-        )
+        has_fallen = (counts & (tops < self._tops(peak) * FALLEN)).any()
+        again: torch.Tensor = has_grown | has_fallen
+        kept = torch.where(again, torch.zeros_like(peak), peak * SINK)
+        new = torch.maximum(seen, kept)
         floor = (self._tops(new) * FLOOR).index_select(0, self._owner)
         counts = counts.index_select(0, self._owner) & ~self.is_bad
         self._next_peak = torch.where(counts, torch.maximum(new, floor), peak)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -67,13 +66,7 @@ def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
 
     For functions that draw from the CPU generator, or set or read its state.
     """
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with own_draws():
-            return function(*args, **kwargs)
-
-    return wrapped
+    return own_draws()(function)
 
 
 def check_seed(seed: int) -> int:

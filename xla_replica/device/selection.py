@@ -71,9 +71,8 @@ def _kth_largest(values_LN: Any, counts_L1: Any, is_float: bool) -> Any:
     def step(bit: Any, found: Any, keys: Any, counts: Any) -> tuple[Any, ...]:
         """Sets a bit if as many keys as wanted reach what that gives."""
         candidate = found + bit.broadcast((num_rows, 1))
-        reached = keys >= candidate.reshape((num_rows,)).broadcast_in_dim(
-            (num_rows, size), (0,)
-        )
+        of_rows = candidate.reshape((num_rows,))
+        reached = keys >= of_rows.broadcast_in_dim((num_rows, size), (0,))
         zero = make.scalar(bit.builder(), 0, integer)
         num_reached = reached.cast(integer).reduce(zero, operator.add, (1,))
         enough = num_reached.reshape((num_rows, 1)) >= counts

@@ -19,16 +19,13 @@ if TYPE_CHECKING:
     from xla_replica.backends.replica import Replica
 
 # What the description of a folder consists of, which is pickled.
-_MODULES = (
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem",
-)
-_OTHERS = {
-    ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    *(("pathlib", name) for name in ("Path", "PosixPath", "WindowsPath")),
-    *(("pathlib._local", name) for name in ("Path", "PosixPath", "WindowsPath")),
-}  # fmt: skip
+_DCP = "torch.distributed.checkpoint"
+_MODULES = f"{_DCP}.metadata", f"{_DCP}.filesystem"
+_OTHERS = """
+    torch.Size torch.device torch.serialization._get_layout collections.OrderedDict
+    pathlib.Path pathlib.PosixPath pathlib.WindowsPath
+    pathlib._local.Path pathlib._local.PosixPath pathlib._local.WindowsPath
+"""
 
 
 def write_parts(
@@ -116,7 +113,8 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = isinstance(getattr(torch, name, None), torch.dtype)
-        is_known = (module, name) in _OTHERS or (module == "torch" and is_dtype)
+        is_other = f"{module}.{name}" in _OTHERS.split()
+        is_known = is_other or (module == "torch" and is_dtype)
         if is_known or (module in _MODULES and "." not in name):
             found = super().find_class(module, name)
             # Not what the module imports, such as os.

@@ -183,8 +183,7 @@ _FETCHES = {
     getattr(owner, name)
     for owner in (torch.Tensor, torch)
     for name in _FETCHING.split()
-    if callable(getattr(owner, name, None))
-    and (owner is torch.Tensor or name[0] != "_")
+    if hasattr(owner, name)
 }
 
 

@@ -27,18 +27,14 @@ _HAVE_DRAWN = """
     feature_dropout feature_alpha_dropout rrelu gumbel_softmax lstm gru rnn_tanh
     rnn_relu scaled_dot_product_attention multi_head_attention_forward
     fractional_max_pool2d fractional_max_pool3d bernoulli_ cauchy_ exponential_
-    geometric_ log_normal_ normal_ random_ uniform_
+    geometric_ log_normal_ normal_ random_ uniform_ kaiming_uniform_
 """
 # What draws from the CPU generator, if its tensors are there.
 DRAWS = {
     getattr(owner, name)
-    for owner in (torch, torch.Tensor, torch.nn.functional)
+    for owner in (torch, torch.Tensor, torch.nn.functional, torch.nn.init)
     for name in _HAVE_DRAWN.split()
     if hasattr(owner, name)
-} | {
-    function
-    for name, function in vars(torch.nn.init).items()
-    if name.endswith("_") and callable(function)
 }
 _OF_THE_GENERATOR = "manual_seed seed initial_seed get_rng_state set_rng_state"
 

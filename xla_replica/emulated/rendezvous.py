@@ -13,7 +13,7 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from xla_replica.errors import ReplicaError
 
@@ -77,14 +77,12 @@ class Rendezvous:
         """Returns the error that names the late replicas, with their stacks."""
         arrived = dict(self._arrived)
         late = sorted(set(range(self.num_replicas)) - set(arrived))
-        stacks = "\n".join(
-            f"{_name([rank])} is at:\n{_stack(self._threads.get(rank))}"
-            for rank in late
-        )
+        stacks = [f"{_name([r])} is at:\n{_stack(self._threads.get(r))}" for r in late]
         return ReplicaError(
             f"{_name(late)} did not reach {_first(arrived)} within "
             f"{self.timeout:g} s of {_name(arrived)}. If one is only slow, raise "
-            f"launch(timeout=): docs/xla_replica.md#replicas-on-a-cpu.\n{stacks}",
+            "launch(timeout=): docs/xla_replica.md#replicas-on-a-cpu.\n"
+            + "\n".join(stacks),
             min(late, default=None),
         )
 
@@ -121,10 +119,9 @@ def _first(arrived: dict[int, tuple[str, ...]]) -> str:
     return ", ".join(map(shown, arrived[min(arrived)]))
 
 
-def _name(ranks: Iterable[int]) -> str:
+def _name(ranks: Collection[int]) -> str:
     """Returns "replica 2" or "replicas 0, 1"."""
-    ranks = sorted(ranks)
-    numbers = ", ".join(str(rank) for rank in ranks)
+    numbers = ", ".join(map(str, sorted(ranks)))
     return f"replica {numbers}" if len(ranks) == 1 else f"replicas {numbers}"
 
 
