@@ -11,7 +11,6 @@ folder.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import io
 import logging
@@ -247,10 +246,9 @@ def _run_child(
     try:
         runtime.prepare(number)
         called = _import_script(task)
-        run = functools.partial(_run_replica, runtime, folder, called, number)
         # This thread waits where it can be interrupted: it runs the signal handlers.
         with listening(folder):
-            runtime.run(number, run)
+            runtime.run(number, lambda: _run_replica(runtime, folder, called, number))
     except BaseException as error:
         _fail(folder, number, None, error)
 

@@ -7,7 +7,6 @@ that torch names, and the group is torch's for it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import signal
@@ -32,13 +31,8 @@ from xla_replica.backends.registry import Job, check_is_alone, register_backend
 from xla_replica.common.arguments import check_integer
 from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError
+from xla_replica.starting import torch_tpu
 from xla_replica.starting.child_process import Runtime, run_here, run_in_children
-from xla_replica.starting.torch_tpu import (
-    BOUND_KINDS,
-    check_is_only_host,
-    check_variables,
-    variables_of_run,
-)
 
 # Where launchers say which of its host's processes this is. Slurm's comes last: mpirun
 # inherits that of the script that called it.
@@ -60,7 +54,7 @@ def _launch(device: torch.device, job: Job) -> list[Any]:
     if job.is_started:
         return _run_here(job, device)
     check_is_alone()
-    check_is_only_host(device)
+    torch_tpu.check_is_only_host(device)
     most = None if traits(device).is_host else torch.accelerator.device_count()
     num_replicas = job.num_replicas or most or 1
     check_integer(f"num_replicas on {device.type!r}", num_replicas, 1, most)
@@ -77,20 +71,19 @@ class ProcessGroupRuntime(Runtime):
     def __init__(self, kind: torch.device, num_replicas: int, timeout: float) -> None:
         super().__init__(num_replicas, timeout)
         self._kind = kind.type  # which importing the script may register
-        if kind.type in BOUND_KINDS:
+        if kind.type in torch_tpu.BOUND_KINDS:
             self.start_method = "spawn"
-            self.variables = variables_of_run(kind, num_replicas)
+            self.variables = torch_tpu.variables_of_run(kind, num_replicas)
         aborts = _GLOO_ABORTS if traits(kind).is_host else _NCCL_ABORTS
         self.causes = {-signal.SIGABRT: aborts}
 
     def prepare(self, number: int) -> None:
-        if self._kind not in BOUND_KINDS:
+        if self._kind not in torch_tpu.BOUND_KINDS:
             return
+        rank, size = str(number), str(self.num_replicas)
         # What a launcher such as torchrun sets, and the runtime reads.
-        for name in ("RANK", "LOCAL_RANK"):
-            os.environ[name] = str(number)
-        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            os.environ[name] = str(self.num_replicas)
+        os.environ.update(RANK=rank, LOCAL_RANK=rank)
+        os.environ.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         # Asked for, but not used: the group meets in a file.
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
 
@@ -112,7 +105,7 @@ def _take_device(kind: torch.device, local_rank: int | None) -> torch.device:
         local_rank: The process's number on this host; None where nobody knows it, and
             the device is the one that the script uses.
     """
-    if traits(kind).is_host or kind.type in BOUND_KINDS:
+    if traits(kind).is_host or kind.type in torch_tpu.BOUND_KINDS:
         return kind
     if local_rank is None:
         return in_use(kind)
@@ -184,7 +177,7 @@ def _meeting_place(timeout: float) -> dict[str, Any]:
 
 def _run_here(job: Job, kind: torch.device) -> list[Any]:
     """Runs the job's function in this process, which joins its group if it has not."""
-    check_variables(kind)
+    torch_tpu.check_variables(kind)
     if process_group() is not None:
         check_served(kind)
         device = chosen_by_script(kind)
@@ -243,6 +236,6 @@ register_backend(
     "cpu",
     _find,
     DistributedReplica,
-    functools.partial(_launch, torch.device("cpu")),
+    lambda job: _launch(torch.device("cpu"), job),
     preference=lambda job: 1,
 )
