@@ -40,8 +40,7 @@ _CONNECT_SECONDS = 5.0
 _NOT_HEARD = "it is not heard of any more"
 _OF_DEVICES = (
     "sync", "wait", "fetch", "send", "rng_state", "set_rng_state", "check_parameters",
-    "is_sharded", "local", "sum_over_shards", "on_gradient", "read_shards",
-    "shards",
+    "is_sharded", "local", "sum_over_shards", "on_gradient", "read_shards", "shards",
 )  # fmt: skip
 _MOST_ATTEMPTS = 20  # of the same members, to connect where they meet
 

@@ -159,10 +159,8 @@ class _Place:
             common = {**place, **size, "TORCHELASTIC_USE_AGENT_STORE": "True"}
             ranks = map(str, range(self._number))
             own = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
-        self.processes = [
-            subprocess.Popen(self._command, env={**self._environment, **each})
-            for each in own
-        ]
+        whole = [{**self._environment, **each} for each in own]
+        self.processes = [subprocess.Popen(self._command, env=each) for each in whole]
         self._status = 0  # of the first one that has not ended well
 
     def poll(self) -> int | None:

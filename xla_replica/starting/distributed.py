@@ -19,7 +19,6 @@ import torch
 
 from xla_replica.backends.distributed import (
     DistributedReplica,
-    check_served,
     chosen_by_script,
     computing_on,
     device_in_group,
@@ -88,13 +87,10 @@ class ProcessGroupRuntime(Runtime):
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
 
     def replica(self, number: int, folder: str) -> Any:
-        return _joined(
-            _take_device(torch.device(self._kind), number),
-            self.timeout,
-            init_method=Path(folder, "rendezvous").as_uri(),
-            rank=number,
-            world_size=self.num_replicas,
-        )
+        device = _take_device(torch.device(self._kind), number)
+        where = {"rank": number, "world_size": self.num_replicas}
+        file = Path(folder, "rendezvous").as_uri()
+        return _joined(device, self.timeout, init_method=file, **where)
 
 
 def _take_device(kind: torch.device, local_rank: int | None) -> torch.device:
@@ -167,9 +163,8 @@ def _meeting_place(timeout: float) -> dict[str, Any]:
     if os.environ.get("GROUP_WORLD_SIZE") == "1":  # else hosts count their own restarts
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", restart)
     patience = timedelta(seconds=timeout)
-    store, rank, world_size = next(
-        torch.distributed.rendezvous("env://", timeout=patience)
-    )
+    found = torch.distributed.rendezvous("env://", timeout=patience)
+    store, rank, world_size = next(found)
     keys = f"restart-{restart}/launch-{next(_launches)}"
     store = torch.distributed.PrefixStore(keys, store)
     return {"store": store, "rank": rank, "world_size": world_size}
@@ -179,7 +174,6 @@ def _run_here(job: Job, kind: torch.device) -> list[Any]:
     """Runs the job's function in this process, which joins its group if it has not."""
     torch_tpu.check_variables(kind)
     if process_group() is not None:
-        check_served(kind)
         device = chosen_by_script(kind)
         replica = DistributedReplica("a process of this job", device)
         with computing_on(device):
@@ -208,6 +202,10 @@ def _find() -> str | None:
     return f"torch.distributed is initialised with {group}"
 
 
+def _launch_on_cpu(job: Job) -> list[Any]:
+    return _launch(torch.device("cpu"), job)
+
+
 def _launch_on_accelerator(job: Job) -> list[Any]:
     """Runs a job on the accelerator that torch names; see `launch`."""
     device = default_device()
@@ -233,9 +231,5 @@ register_backend(
     has_any_number=lambda: False,
 )
 register_backend(
-    "cpu",
-    _find,
-    DistributedReplica,
-    lambda job: _launch(torch.device("cpu"), job),
-    preference=lambda job: 1,
+    "cpu", _find, DistributedReplica, _launch_on_cpu, preference=lambda job: 1
 )
