@@ -46,11 +46,14 @@ _chosen: list[torch.device] = []
 
 
 @contextlib.contextmanager
-def computing_on(device: torch.device) -> Iterator[None]:
-    """Makes ``device`` that of this process in the default group, in all threads."""
+def computing_on(device: torch.device) -> Iterator[DistributedReplica]:
+    """Makes ``device`` that of this process in the default group, in all threads.
+
+    Gives the replica that this process is.
+    """
     _chosen.append(device)
     try:
-        yield
+        yield DistributedReplica("a process of this job", device)
     finally:
         _chosen.pop()
 

@@ -133,8 +133,7 @@ def _joined(
         device_id=None if device.index is None else device,
         **where,
     )
-    with computing_on(device):
-        replica = DistributedReplica("a process of this job", device)
+    with computing_on(device) as replica:
         yield replica
         try:  # until all have ended a peer may still sum
             # Not a collective with numbers, as in Replica.barrier, which could be
@@ -174,10 +173,7 @@ def _run_here(job: Job, kind: torch.device) -> list[Any]:
     """Runs the job's function in this process, which joins its group if it has not."""
     torch_tpu.check_variables(kind)
     if process_group() is not None:
-        device = chosen_by_script(kind)
-        replica = DistributedReplica("a process of this job", device)
-        with computing_on(device):
-            return run_here(job, contextlib.nullcontext(replica))
+        return run_here(job, computing_on(chosen_by_script(kind)))
     ranks = (int(os.environ[name]) for name in _LOCAL_RANKS if name in os.environ)
     device = _take_device(kind, next(ranks, None))
     where = _meeting_place(job.timeout)

@@ -36,7 +36,7 @@ def run_script(
     os.environ.update(runtime.variables)
     from torch_xla._internal import pjrt
 
-    calls = list[Callable[[], Any]]()
+    num_launches = 0
 
     def run_multiprocess(fn: Any, *args: Any, **options: Any) -> dict[int, Any]:
         """Does what torch_xla's function of this name does.
@@ -45,9 +45,11 @@ def run_script(
         """
         options.pop("start_method", None)
         check_no_device_is_used()
-        calls.append(functools.partial(fn, *args, **options))
+        nonlocal num_launches
+        num_launches += 1
+        call = functools.partial(fn, *args, **options)
         try:
-            results = run_in_children(runtime, _call_without_rank, (calls[-1],))
+            results = run_in_children(runtime, _call_without_rank, (call,))
         except ReplicaError as error:
             if error.__cause__ is None:
                 raise
@@ -63,7 +65,7 @@ def run_script(
         # As for python. The folder that was there may be where this package is.
         sys.path[:1] = [str(Path(path).parent), str(Path(__file__).parents[2])]
         runpy.run_path(path, run_name="__main__")
-    return len(calls)
+    return num_launches
 
 
 def _call_without_rank(rank: int, call: Callable[[], Any]) -> Any:
