@@ -126,13 +126,11 @@ def _joined(
     """
     import torch.distributed.nn  # before there is a group to hold on to
 
-    torch.distributed.init_process_group(
-        torch.distributed.get_default_backend_for_device(device),
-        timeout=timedelta(seconds=timeout),
-        # nccl then connects now, on this device, and not at the first sum.
-        device_id=None if device.index is None else device,
-        **where,
-    )
+    backend = torch.distributed.get_default_backend_for_device(device)
+    # nccl then connects now, on this device, and not at the first sum.
+    where["device_id"] = None if device.index is None else device
+    patience = timedelta(seconds=timeout)
+    torch.distributed.init_process_group(backend, timeout=patience, **where)
     with computing_on(device) as replica:
         yield replica
         try:  # until all have ended a peer may still sum
