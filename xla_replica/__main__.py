@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 from xla_replica.common.arguments import check_integer, check_number
 from xla_replica.starting.scripts import run_script
+from xla_replica.starting.xla import EmulatedRuntime
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_number("--timeout", args.timeout, above=0)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
-    if not run_script(**vars(args)):
+    runtime = EmulatedRuntime(args.num_replicas, args.timeout, args.as_tpu)
+    if not run_script(args.script, args.arguments, args.is_module, runtime):
         sys.stderr.write(
             f"xla_replica: {args.script} has not called torch_xla.launch or xmp.spawn "
             f"(or with nprocs=1), so it did not run on {args.num_replicas} replicas\n"

@@ -185,10 +185,8 @@ def forwarding(folder: str) -> Iterator[None]:
     def forward(number: int) -> bool:
         armed = list(Path(folder).glob(f"*.{number}.armed"))
         if not armed:
-            name = signal.Signals(number).name
-            logger.warning(
-                f"received {name}: there is nothing to save, all replicas end"
-            )
+            said = f"received {signal.Signals(number).name}"
+            logger.warning(f"{said}: there is nothing to save, all replicas end")
             return False
         if first.insists():
             return False

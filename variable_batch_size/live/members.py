@@ -34,7 +34,7 @@ from xla_replica import MemberLost, ReplicaError, Stopped
 from xla_replica.common.trees import map_tensors, without_numpy
 from xla_replica.device.sharded import sharding
 from xla_replica.members.generation import Generation, difference
-from xla_replica.members.host_group import as_bytes
+from xla_replica.members.state_pieces import as_bytes
 
 logger = logging.getLogger(__name__)
 

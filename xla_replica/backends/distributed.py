@@ -41,31 +41,19 @@ def kinds_served() -> set[str]:
     return {pair.split(":")[0] for pair in pairs}
 
 
-def check_served(device: torch.device) -> None:
-    """Raises ReplicaError unless the default process group sums tensors on ``device``.
-
-    Such a group may return them unsummed, so that each replica trains alone.
-    """
-    served = kinds_served()
-    if device.type not in served:
-        raise ReplicaError(
-            f"the process group {process_group()} sums tensors on "
-            f"{' and '.join(sorted(served))}, but this process computes on "
-            f"{device.type}: call torch.distributed.init_process_group() without a "
-            "backend. To leave an accelerator unused, join 'cpu:gloo'"
-        )
-
-
 # The devices that `launch` has chosen for this process while it runs, nested ones last.
 _chosen: list[torch.device] = []
 
 
 @contextlib.contextmanager
-def computing_on(device: torch.device) -> Iterator[None]:
-    """Makes ``device`` that of this process in the default group, in all threads."""
+def computing_on(device: torch.device) -> Iterator[DistributedReplica]:
+    """Makes ``device`` that of this process in the default group, in all threads.
+
+    Gives the replica that this process is.
+    """
     _chosen.append(device)
     try:
-        yield
+        yield DistributedReplica("a process of this job", device)
     finally:
         _chosen.pop()
 
@@ -83,7 +71,6 @@ def device_in_group() -> torch.device:
         return _chosen[-1]
     only_cpu = kinds_served() == {"cpu"}
     device = torch.device("cpu") if only_cpu else default_device()
-    check_served(device)
     return chosen_by_script(device)
 
 
@@ -91,7 +78,19 @@ def chosen_by_script(kind: torch.device) -> torch.device:
     """Returns the device of this kind that the script, which has joined, has chosen.
 
     It has by ``init_process_group(device_id=...)``, or by the device that it uses now.
+
+    Raises:
+        ReplicaError: The default process group does not sum tensors there. It may
+            return them unsummed, so that each replica trains alone.
     """
+    served = kinds_served()
+    if kind.type not in served:
+        raise ReplicaError(
+            f"the process group {process_group()} sums tensors on "
+            f"{' and '.join(sorted(served))}, but this process computes on "
+            f"{kind.type}: call torch.distributed.init_process_group() without a "
+            "backend. To leave an accelerator unused, join 'cpu:gloo'"
+        )
     given = torch.distributed.group.WORLD.bound_device_id
     return given if given is not None and given.type == kind.type else in_use(kind)
 

@@ -13,10 +13,16 @@ import torch
 from xla_replica.backends.distributed import BUCKET_BYTES
 from xla_replica.backends.replica import Replica
 from xla_replica.members.generation import Generation, Offer
-from xla_replica.members.membership import store_at
 
 # For good, since the replicas of a slice may be threads, and load at one time.
 torch.serialization.add_safe_globals([Generation, Offer])
+
+
+def store_at(address: str, seconds: float) -> Any:
+    """Returns a client of the key-value store at an address, which may take so long."""
+    host, port = address.rsplit(":", 1)
+    patience = timedelta(seconds=seconds)
+    return torch.distributed.TCPStore(host, int(port), timeout=patience)
 
 
 def connect(store: Any, rank: int, size: int, host: str, timeout: float) -> Any:
@@ -26,12 +32,6 @@ def connect(store: Any, rank: int, size: int, host: str, timeout: float) -> Any:
     options._devices = [gloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout)
     return gloo(store, rank, size, options)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the content of a contiguous tensor, which shares its memory."""
-    flat = tensor.reshape(-1)  # of one number, its stride may be 0
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def send_state(

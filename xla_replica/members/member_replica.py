@@ -29,15 +29,9 @@ from xla_replica.device.sharded import joined_parts, parts_of
 from xla_replica.errors import MemberLost, ReplicaError, Stopped
 from xla_replica.loader_workers import watch_parents
 from xla_replica.members.generation import Generation
-from xla_replica.members.host_group import Slice, as_bytes, connect, send_state
-from xla_replica.members.membership import (
-    DEFAULTS,
-    LiveOptions,
-    Membership,
-    in_thread,
-    store_at,
-)
-from xla_replica.members.state_pieces import Pieces, deliver, deliveries
+from xla_replica.members.host_group import Slice, connect, send_state, store_at
+from xla_replica.members.membership import DEFAULTS, LiveOptions, Membership, in_thread
+from xla_replica.members.state_pieces import Pieces, as_bytes, deliver, deliveries
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +40,7 @@ _CONNECT_SECONDS = 5.0
 _NOT_HEARD = "it is not heard of any more"
 _OF_DEVICES = (
     "sync", "wait", "fetch", "send", "rng_state", "set_rng_state", "check_parameters",
-    "is_sharded", "local", "sum_over_shards", "on_gradient", "read_shards",
-    "shards",
+    "is_sharded", "local", "sum_over_shards", "on_gradient", "read_shards", "shards",
 )  # fmt: skip
 _MOST_ATTEMPTS = 20  # of the same members, to connect where they meet
 
@@ -210,21 +203,18 @@ class MemberReplica(Replica):
             self._is_broken = True
             raise lost or self._loss("a collective", "which another replica knows")
 
-    def _lead(self, exchange: Callable[[], None]) -> None:
-        """Runs what the first replica of this member does with those of others, there.
+    def _lead(self, verb: str, begin: Callable[[Any], Any]) -> None:
+        """Waits for a collective in which the first replica stands for its member.
 
-        Raises MemberLost on all replicas of the member if it does.
+        Raises MemberLost on all replicas of the member if it does there.
         """
-        self.together([exchange] if self.leads else [])
+        wait = partial(self._wait, verb, begin)
+        self.together([wait] if self.leads else [])
 
     def _join(self) -> None:
-        if not self._is_alone:
-            self._group = self._connect()
-            ready = torch.zeros(1)
-            self._wait("joining", methodcaller("allreduce", [ready]))
-
-    def _connect(self) -> Any:
-        """Returns a group of the members of this generation."""
+        """Joins the group of the members of this generation; waits until all have."""
+        if self._is_alone:
+            return
         keys = f"{self._keys}-{self._inner.rank}"
 
         def make() -> Any:
@@ -236,7 +226,8 @@ class MemberReplica(Replica):
             return connect(store, *place, self._slice.host, self._timeout)
 
         with self._noticing("joining a group"):
-            return self._made(make, 2 * self._timeout)
+            self._group = self._made(make, 2 * self._timeout)
+        self._wait("joining", methodcaller("allreduce", [torch.zeros(1)]))
 
     def _made(self, make: Callable[[], Any], seconds: float = float("inf")) -> Any:
         """Returns what a function makes, in a thread that is left alone after a loss.
@@ -329,8 +320,7 @@ class MemberReplica(Replica):
 
     def _sum_over_members(self, verb: str, tensor: torch.Tensor) -> None:
         """Replaces a tensor on the first replica's host by its sum over members."""
-        begin = methodcaller("allreduce", [tensor])
-        self._lead(lambda: self._wait(verb, begin))
+        self._lead(verb, methodcaller("allreduce", [tensor]))
         self._slice.tell(tensor)
 
     def _rows(self, verb: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -411,8 +401,7 @@ class MemberReplica(Replica):
         self.wait()
         options = torch.distributed.AllreduceOptions()
         options.timeout = timedelta(seconds=self._patience)
-        begin = methodcaller("allreduce", [torch.zeros(1)], options)
-        self._lead(lambda: self._wait("barrier", begin))
+        self._lead("barrier", methodcaller("allreduce", [torch.zeros(1)], options))
 
     def all_max(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.send(self._rows("all_max", tensor).amax(0))
@@ -455,8 +444,6 @@ class MemberReplica(Replica):
 
         def exchange() -> None:
             nonlocal common, state
-            if self._is_alone:
-                return
             sent = common, map_tensors(state, lambda tensor: tensor.to("meta"))
             common, form = send_state(sent, self.member == source, broadcast)
             if receives:
@@ -468,7 +455,7 @@ class MemberReplica(Replica):
                 self._bring(self._pieces, source, receivers)
                 self._pieces = None
 
-        self.together([exchange] if self.brings else [])
+        self.together([exchange] if self.brings and not self._is_alone else [])
         common, shapes = common
         if receives and self.brings:
             like = self.shards.places if self._has_shards else []

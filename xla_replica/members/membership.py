@@ -27,6 +27,7 @@ import torch
 
 from xla_replica.errors import ReplicaError, Stopped, Superseded
 from xla_replica.members.generation import Generation, Offer, next_generation, prove
+from xla_replica.members.host_group import store_at
 from xla_replica.stopping import stop_requested
 
 logger = logging.getLogger(__name__)
@@ -122,9 +123,8 @@ class Membership:
         # After members that have joined and gone nobody joins for a while.
         self._pause, self._admits_at = 0.0, 0.0
         self._heard_at = time.monotonic()  # when the lighthouse last heard of this one
-        self.host, self._client = self._connect()
-        if options.interface:
-            self.host = _address_of(options.interface)
+        host, self._client = self._connect()
+        self.host = _address_of(options.interface) if options.interface else host
         self._store = torch.distributed.TCPStore(
             self.host, 0, is_master=True, wait_for_workers=False
         )
@@ -175,8 +175,7 @@ class Membership:
         self._store.delete_key(_HANGS)
         # The lighthouse answers without one that hangs after this patience, no sooner.
         tells_at = time.monotonic() + self._patience
-        brought: Any = {"mark": tuple(mark), "is_between": is_between, "leaves": leaves}
-        offer = self._offer()._replace(**brought)
+        offer = self._offer()._replace(mark=mark, is_between=is_between, leaves=leaves)
         while True:
             offers = self._ask(offer)
             try:
@@ -271,16 +270,9 @@ class Membership:
 
     def _ask(self, offer: Offer) -> dict[str, Offer]:
         """Returns what the members of a quorum offer, by id."""
-        ask = partial(
-            self._client.quorum,
-            self.id,
-            timedelta(seconds=max(self._patience, 1.0)),
-            address="",
-            store_address=offer.store,
-            step=0,
-            world_size=1,
-            data=offer._asdict(),
-        )
+        place = self.id, timedelta(seconds=max(self._patience, 1.0))
+        shown = {"store_address": offer.store, "world_size": 1}  # on its page
+        ask = partial(self._client.quorum, *place, data=offer._asdict(), **shown)
         seconds = 0.0
         while True:
             began = time.monotonic()
@@ -393,13 +385,6 @@ def in_thread(make: Callable[[], Any], look: Callable[[], Any]) -> Any:
     while not wait([found], _LOOK_SECONDS).done:
         look()
     return found.result()
-
-
-def store_at(address: str, seconds: float) -> Any:
-    """Returns a client of the key-value store at an address, which may take so long."""
-    host, port = address.rsplit(":", 1)
-    patience = timedelta(seconds=seconds)
-    return torch.distributed.TCPStore(host, int(port), timeout=patience)
 
 
 def _new_id() -> str:

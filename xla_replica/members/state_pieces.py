@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from xla_replica.common.trees import tensors_in
-from xla_replica.members.host_group import as_bytes
 
 PIECE_BYTES = 1 << 20
 _SAMPLES = 4096  # bytes of a piece
@@ -45,6 +44,12 @@ class Pieces:
         if earlier.sizes == self.sizes:
             self.sums = earlier.sums.clone()  # first: what comes late is not in it
             torch._foreach_copy_(self.content, earlier.content)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the content of a contiguous tensor, which shares its memory."""
+    flat = tensor.reshape(-1)  # of one number, its stride may be 0
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def _cut(state: Any) -> list[torch.Tensor]:

@@ -67,15 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m xla_replica.members",
         description="How do members of a live run start, and find each other?",
     )
-    parser.add_argument(
-        "--heartbeat-seconds", type=float, default=1.0, metavar="S",
+    add = parser.add_argument
+    add("--heartbeat-seconds", type=float, default=1.0, metavar="S",
         help="a member that is silent for so long is dead; members are told the same "
-        "by LIVE_HEARTBEAT_SECONDS (default: 1)",
+        "by LIVE_HEARTBEAT_SECONDS (default: 1)"
     )  # fmt: skip
-    parser.add_argument(
-        "--patience", type=float, default=300.0, metavar="S",
+    add("--patience", type=float, default=300.0, metavar="S",
         help="wait so long for a member that lives but does not meet the others "
-        "(default: 300)",
+        "(default: 300)"
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
     alone = commands.add_parser(
@@ -92,15 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="How does a script run as several members of this machine?",
         epilog="example: python -m xla_replica.members run --members 3 train.py",
     )  # fmt: skip
-    run.add_argument("--members", type=int, default=2, metavar="N", help="default: 2")
-    run.add_argument(
-        "--processes", type=int, default=1, metavar="N",
+    add = run.add_argument
+    add("--members", type=int, default=2, metavar="N", help="default: 2")
+    add("--processes", type=int, default=1, metavar="N",
         help="of each member, as torchrun would start them: they shard a model by "
-        "FSDP2, or sum among themselves first (default: 1)",
+        "FSDP2, or sum among themselves first (default: 1)"
     )  # fmt: skip
-    run.add_argument(
-        "script", nargs=argparse.REMAINDER, help="a Python script and its arguments"
-    )
+    add("script", nargs=argparse.REMAINDER, help="a Python script and its arguments")
     options = parser.parse_args(arguments)
     times = options.heartbeat_seconds, options.patience
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -147,7 +144,6 @@ class _Place:
         self._environment = {**environment, "LIVE_UPDATE_FILE": str(file)}
         self.processes: list[subprocess.Popen[bytes]] = []
         self.num_failed, self.starts_at = 0, 0.0
-        self._status = 0  # of the first process that has not ended well
 
     def start(self) -> None:
         """Starts a member."""
@@ -158,20 +154,14 @@ class _Place:
 
             # At which they meet.
             self._store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-            common = {
-                "WORLD_SIZE": str(self._number),
-                "LOCAL_WORLD_SIZE": str(self._number),
-                "MASTER_ADDR": _HOST,
-                "MASTER_PORT": str(self._store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-            }
+            place = {"MASTER_ADDR": _HOST, "MASTER_PORT": str(self._store.port)}
+            size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self._number))
+            common = {**place, **size, "TORCHELASTIC_USE_AGENT_STORE": "True"}
             ranks = map(str, range(self._number))
             own = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
-        self.processes = [
-            subprocess.Popen(self._command, env={**self._environment, **each})
-            for each in own
-        ]
-        self._status = 0
+        whole = [{**self._environment, **each} for each in own]
+        self.processes = [subprocess.Popen(self._command, env=each) for each in whole]
+        self._status = 0  # of the first one that has not ended well
 
     def poll(self) -> int | None:
         """Returns how the member has ended; None if it runs, or there is none."""
@@ -217,8 +207,7 @@ def keep_running(
         started = shlex.join([*several, *script] if num_processes > 1 else command)
         logger.info(f"another member: . {folder}/variables; {started}")
         how_started = command, {**os.environ, **variables}, num_processes
-        files = [folder / str(number) for number in range(num_members)]
-        places = [_Place(file, *how_started) for file in files]
+        places = [_Place(folder / str(n), *how_started) for n in range(num_members)]
         try:
             return _fill(places)
         except KeyboardInterrupt:

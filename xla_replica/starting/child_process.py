@@ -11,7 +11,6 @@ folder.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import io
 import logging
@@ -115,7 +114,7 @@ def run_in_children(
 ) -> list[Any]:
     """Runs ``fn(rank, *args)`` on replicas in child processes; see `launch`.
 
-    Returns or raises as `_collect_results` does. The first child that raises, ends
+    Returns or raises as `_results` does. The first child that raises, ends
     badly or is late ends the run, and the others are killed.
     """
     context, task = _context(runtime.start_method), _dump_task(fn, args)
@@ -137,7 +136,7 @@ def run_in_children(
                     ended.callback(process.join)
                     ended.callback(process.kill)
             death = _first_death(runtime, processes, folder)
-        return _collect_results(folder, runtime.num_replicas, death)
+        return _results(folder, runtime.num_replicas, death)
 
 
 def _first_death(
@@ -175,9 +174,7 @@ def _first_failure(folder: str) -> tuple[int | None, str, BaseException | None]:
     return pickle.loads(paths[0].read_bytes()) if paths else (None, "", None)
 
 
-def _collect_results(
-    folder: str, num_replicas: int, death: ReplicaError | None
-) -> list[Any]:
+def _results(folder: str, num_replicas: int, death: ReplicaError | None) -> list[Any]:
     """Returns all results, or raises the first failure, ``death`` or a `Stopped`.
 
     A status other than 0 that a replica has passed to ``sys.exit`` is the job's too. 0
@@ -247,10 +244,9 @@ def _run_child(
     try:
         runtime.prepare(number)
         called = _import_script(task)
-        run = functools.partial(_run_replica, runtime, folder, called, number)
         # This thread waits where it can be interrupted: it runs the signal handlers.
         with listening(folder):
-            runtime.run(number, run)
+            runtime.run(number, lambda: _run_replica(runtime, folder, called, number))
     except BaseException as error:
         _fail(folder, number, None, error)
 
@@ -272,9 +268,7 @@ def _run_replica(runtime: Runtime, folder: str, called: bytes, number: int) -> N
         _fail(folder, number, rank, error)
 
 
-def _write_failure(
-    folder: str, number: int, rank: int | None, error: BaseException
-) -> None:
+def _report(folder: str, number: int, rank: int | None, error: BaseException) -> None:
     """Writes what replica ``rank`` raised; None where no single replica is at fault."""
     who = "a process of the replicas" if rank is None else f"replica {rank}"
     trace = "".join(traceback.format_exception(error))
@@ -299,9 +293,9 @@ def _fail(folder: str, number: int, rank: int | None, error: BaseException) -> N
         with contextlib.suppress(OSError):  # nobody reads any more
             sys.stdout.flush()
             sys.stderr.flush()
-        _write_failure(folder, number, rank, error)
+        _report(folder, number, rank, error)
     except BaseException as later:  # as of torch's handler, that a worker has died
-        _write_failure(folder, number, rank, later)
+        _report(folder, number, rank, later)
     finally:
         os._exit(1)
 

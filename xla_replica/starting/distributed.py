@@ -7,7 +7,6 @@ that torch names, and the group is torch's for it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import signal
@@ -20,7 +19,6 @@ import torch
 
 from xla_replica.backends.distributed import (
     DistributedReplica,
-    check_served,
     chosen_by_script,
     computing_on,
     device_in_group,
@@ -32,13 +30,8 @@ from xla_replica.backends.registry import Job, check_is_alone, register_backend
 from xla_replica.common.arguments import check_integer
 from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError
+from xla_replica.starting import torch_tpu
 from xla_replica.starting.child_process import Runtime, run_here, run_in_children
-from xla_replica.starting.torch_tpu import (
-    BOUND_KINDS,
-    check_is_only_host,
-    check_variables,
-    variables_of_run,
-)
 
 # Where launchers say which of its host's processes this is. Slurm's comes last: mpirun
 # inherits that of the script that called it.
@@ -60,7 +53,7 @@ def _launch(device: torch.device, job: Job) -> list[Any]:
     if job.is_started:
         return _run_here(job, device)
     check_is_alone()
-    check_is_only_host(device)
+    torch_tpu.check_is_only_host(device)
     most = None if traits(device).is_host else torch.accelerator.device_count()
     num_replicas = job.num_replicas or most or 1
     check_integer(f"num_replicas on {device.type!r}", num_replicas, 1, most)
@@ -77,31 +70,27 @@ class ProcessGroupRuntime(Runtime):
     def __init__(self, kind: torch.device, num_replicas: int, timeout: float) -> None:
         super().__init__(num_replicas, timeout)
         self._kind = kind.type  # which importing the script may register
-        if kind.type in BOUND_KINDS:
+        if kind.type in torch_tpu.BOUND_KINDS:
             self.start_method = "spawn"
-            self.variables = variables_of_run(kind, num_replicas)
+            self.variables = torch_tpu.variables_of_run(kind, num_replicas)
         aborts = _GLOO_ABORTS if traits(kind).is_host else _NCCL_ABORTS
         self.causes = {-signal.SIGABRT: aborts}
 
     def prepare(self, number: int) -> None:
-        if self._kind not in BOUND_KINDS:
+        if self._kind not in torch_tpu.BOUND_KINDS:
             return
+        rank, size = str(number), str(self.num_replicas)
         # What a launcher such as torchrun sets, and the runtime reads.
-        for name in ("RANK", "LOCAL_RANK"):
-            os.environ[name] = str(number)
-        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            os.environ[name] = str(self.num_replicas)
+        os.environ.update(RANK=rank, LOCAL_RANK=rank)
+        os.environ.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         # Asked for, but not used: the group meets in a file.
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
 
     def replica(self, number: int, folder: str) -> Any:
-        return _joined(
-            _take_device(torch.device(self._kind), number),
-            self.timeout,
-            init_method=Path(folder, "rendezvous").as_uri(),
-            rank=number,
-            world_size=self.num_replicas,
-        )
+        device = _take_device(torch.device(self._kind), number)
+        where = {"rank": number, "world_size": self.num_replicas}
+        file = Path(folder, "rendezvous").as_uri()
+        return _joined(device, self.timeout, init_method=file, **where)
 
 
 def _take_device(kind: torch.device, local_rank: int | None) -> torch.device:
@@ -112,7 +101,7 @@ def _take_device(kind: torch.device, local_rank: int | None) -> torch.device:
         local_rank: The process's number on this host; None where nobody knows it, and
             the device is the one that the script uses.
     """
-    if traits(kind).is_host or kind.type in BOUND_KINDS:
+    if traits(kind).is_host or kind.type in torch_tpu.BOUND_KINDS:
         return kind
     if local_rank is None:
         return in_use(kind)
@@ -137,15 +126,12 @@ def _joined(
     """
     import torch.distributed.nn  # before there is a group to hold on to
 
-    torch.distributed.init_process_group(
-        torch.distributed.get_default_backend_for_device(device),
-        timeout=timedelta(seconds=timeout),
-        # nccl then connects now, on this device, and not at the first sum.
-        device_id=None if device.index is None else device,
-        **where,
-    )
-    with computing_on(device):
-        replica = DistributedReplica("a process of this job", device)
+    backend = torch.distributed.get_default_backend_for_device(device)
+    # nccl then connects now, on this device, and not at the first sum.
+    where["device_id"] = None if device.index is None else device
+    patience = timedelta(seconds=timeout)
+    torch.distributed.init_process_group(backend, timeout=patience, **where)
+    with computing_on(device) as replica:
         yield replica
         try:  # until all have ended a peer may still sum
             # Not a collective with numbers, as in Replica.barrier, which could be
@@ -174,9 +160,8 @@ def _meeting_place(timeout: float) -> dict[str, Any]:
     if os.environ.get("GROUP_WORLD_SIZE") == "1":  # else hosts count their own restarts
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", restart)
     patience = timedelta(seconds=timeout)
-    store, rank, world_size = next(
-        torch.distributed.rendezvous("env://", timeout=patience)
-    )
+    found = torch.distributed.rendezvous("env://", timeout=patience)
+    store, rank, world_size = next(found)
     keys = f"restart-{restart}/launch-{next(_launches)}"
     store = torch.distributed.PrefixStore(keys, store)
     return {"store": store, "rank": rank, "world_size": world_size}
@@ -184,13 +169,9 @@ def _meeting_place(timeout: float) -> dict[str, Any]:
 
 def _run_here(job: Job, kind: torch.device) -> list[Any]:
     """Runs the job's function in this process, which joins its group if it has not."""
-    check_variables(kind)
+    torch_tpu.check_variables(kind)
     if process_group() is not None:
-        check_served(kind)
-        device = chosen_by_script(kind)
-        replica = DistributedReplica("a process of this job", device)
-        with computing_on(device):
-            return run_here(job, contextlib.nullcontext(replica))
+        return run_here(job, computing_on(chosen_by_script(kind)))
     ranks = (int(os.environ[name]) for name in _LOCAL_RANKS if name in os.environ)
     device = _take_device(kind, next(ranks, None))
     where = _meeting_place(job.timeout)
@@ -213,6 +194,10 @@ def _find() -> str | None:
     if group is None or "xla" in kinds_served():
         return None
     return f"torch.distributed is initialised with {group}"
+
+
+def _launch_on_cpu(job: Job) -> list[Any]:
+    return _launch(torch.device("cpu"), job)
 
 
 def _launch_on_accelerator(job: Job) -> list[Any]:
@@ -240,9 +225,5 @@ register_backend(
     has_any_number=lambda: False,
 )
 register_backend(
-    "cpu",
-    _find,
-    DistributedReplica,
-    functools.partial(_launch, torch.device("cpu")),
-    preference=lambda job: 1,
+    "cpu", _find, DistributedReplica, _launch_on_cpu, preference=lambda job: 1
 )

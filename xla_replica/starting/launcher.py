@@ -125,8 +125,6 @@ def _chosen(device: str | None, job: Job) -> str:
 
 def _is_one_of_several_processes() -> bool:
     """Returns whether something else has made this process a replica."""
-    return (
-        process_group() is not None
-        or "TORCHELASTIC_RUN_ID" in os.environ
-        or os.environ.get("WORLD_SIZE", "1") != "1"
-    )
+    number = os.environ.get("WORLD_SIZE", "1")
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ or number != "1"
+    return process_group() is not None or is_launched

@@ -15,19 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from xla_replica.emulated.emulator import environment
 from xla_replica.errors import ReplicaError, Stopped
 from xla_replica.starting.child_process import run_in_children
 from xla_replica.starting.xla import EmulatedRuntime, check_no_device_is_used
 
 
 def run_script(
-    script: str,
-    arguments: list[str],
-    is_module: bool,
-    num_replicas: int,
-    timeout: float,
-    as_tpu: bool,
+    script: str, arguments: list[str], is_module: bool, runtime: EmulatedRuntime
 ) -> int:
     """Runs a script whose launches start emulated replicas; returns how many it made.
 
@@ -35,13 +29,11 @@ def run_script(
         script: A file, or a module that is run as ``python -m`` does, as ``__main__``.
         arguments: The script's.
         is_module: Which of the two it is.
-        num_replicas: How many replicas.
-        timeout: Seconds that a replica may be late, as in `launch`.
-        as_tpu: Whether ``xm.xla_device_hw`` says that the devices are those of a TPU.
+        runtime: That of the replicas of each launch.
     """
     # The script's own process is none of the replicas, but torch_xla and what is
     # forked read these variables once.
-    os.environ.update(environment(num_replicas))
+    os.environ.update(runtime.variables)
     from torch_xla._internal import pjrt
 
     num_launches = 0
@@ -55,7 +47,6 @@ def run_script(
         check_no_device_is_used()
         nonlocal num_launches
         num_launches += 1
-        runtime = EmulatedRuntime(num_replicas, timeout, as_tpu)
         call = functools.partial(fn, *args, **options)
         try:
             results = run_in_children(runtime, _call_without_rank, (call,))

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import urllib.request
-from collections.abc import Mapping
 from unittest import mock
+from urllib import request
 
 import torch
 
@@ -39,11 +38,8 @@ def check_is_only_host(device: torch.device) -> None:
         return
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES")
     if hosts is None and "TPU_SKIP_MDS_QUERY" not in os.environ:
-        request = urllib.request.Request(_HOSTS, headers={"Metadata-Flavor": "Google"})
-        with (
-            contextlib.suppress(OSError),
-            urllib.request.urlopen(request, timeout=5) as answer,
-        ):
+        asked = request.Request(_HOSTS, headers={"Metadata-Flavor": "Google"})
+        with contextlib.suppress(OSError), request.urlopen(asked, timeout=5) as answer:
             hosts = answer.read().decode()
     number = len((hosts or "").split(","))
     if number > 1:
@@ -53,7 +49,7 @@ def check_is_only_host(device: torch.device) -> None:
         )
 
 
-def variables_of_run(kind: torch.device, num_processes: int) -> Mapping[str, str]:
+def variables_of_run(kind: torch.device, num_processes: int) -> dict[str, str]:
     """Returns the environment that all processes of a run need.
 
     Raises RuntimeError or ValueError if the runtime cannot have so many.

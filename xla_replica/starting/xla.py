@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import functools
 import importlib.util
 import logging
 import os
@@ -164,7 +163,7 @@ class TpuRuntime(Runtime):
 
     def replica(self, number: int, folder: str) -> AbstractContextManager[XlaReplica]:
         replica = XlaReplica("a process of this host")
-        replica.waiting = functools.partial(self.waiting, number)
+        replica.waiting = lambda: self.waiting(number)
         self._ranks[number] = replica.rank
         # A chip of v2 and v3 has two devices, which are alone without knowing it.
         num_devices = max(replica.num_replicas, replica.rank + 1)
