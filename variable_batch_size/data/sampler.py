@@ -87,10 +87,9 @@ class CustomSampler(Sampler[list[int]]):
         pad_minibatches: bool = False,
     ) -> None:
         if num_replicas is None or rank is None:
-            replica = xla_replica.current()
-            rank = replica.rank if rank is None else rank
-            if num_replicas is None:
-                num_replicas = replica.num_replicas
+            here = xla_replica.current()
+            rank = here.rank if rank is None else rank
+            num_replicas = here.num_replicas if num_replicas is None else num_replicas
         if (dataset is None) == (dataset_size is None):
             raise TypeError("CustomSampler needs either dataset= or dataset_size=")
         num_samples = len(dataset) if dataset_size is None else dataset_size

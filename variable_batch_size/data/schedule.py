@@ -227,10 +227,9 @@ class Schedule:
                 f"minibatch_size={unit}: change it, or pass pad_minibatches=True"
             )
         # In samples. Without padding a rest smaller than a minibatch is not used.
-        rest = 0 if self.pad_minibatches else self.num_samples % unit
-        self._capacity = self.num_samples - rest
-        if sizes.max() > self._capacity:
-            row = int(np.argmax(sizes > self._capacity))
+        self._limit = self.num_samples if self.pad_minibatches else self.capacity * unit
+        if sizes.max() > self._limit:
+            row = int(np.argmax(sizes > self._limit))
             raise TraceError(
                 f"{trace.place(row)}: batch size {sizes[row]} exceeds epoch capacity: "
                 f"{self.num_samples} samples hold {self.capacity} minibatches of {unit}"
@@ -306,7 +305,7 @@ class Schedule:
     def _find_next_epoch(self) -> None:
         """Appends the first step that does not fit into the epoch under way."""
         length, total = len(self.trace), int(self._prefix[-1])
-        goal = self.samples_before(self._first_steps[-1]) + self._capacity
+        goal = self.samples_before(self._first_steps[-1]) + self._limit
         rounds, goal = divmod(goal, total) if self.on_end == "cycle" else (0, goal)
         if self.on_end == "hold" and goal >= total:
             last = int(self.trace.batch_sizes[-1])

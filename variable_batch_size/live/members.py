@@ -263,10 +263,9 @@ class LiveUpdates(Course):
             self._check_progress(generation)
             try:
                 self._synchronise(marks.index(furthest), behind)
+                break
             except MemberLost as error:
                 self._note(error)
-            else:
-                break
         if replica.is_primary:
             text = (
                 f"generation {generation.number}: {replica.num_replicas} members train "

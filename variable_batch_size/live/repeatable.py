@@ -59,10 +59,8 @@ class RepeatableSums(Sums, Part):
         """Moves running statistics once a step, where the step is made."""
         for prefix, model in modules.items():
             layers = dict[str, nn.Module]()
-            for name, module in model.named_modules(prefix=prefix):
-                if module in self._watched:  # a part of another one, too
-                    continue
-                self._watched.add(module)
+            # Without those that are parts of another one, too.
+            for name, module in model.named_modules(self._watched, prefix):
                 has_statistics = isinstance(module, _NormBase)
                 if not has_statistics or module.running_mean is None:
                     self._others.append((name, module))

@@ -68,8 +68,7 @@ class Course(Updates):
 
     def _settings(self) -> dict[str, Any]:
         """Returns what the run began with, and which parameters are frozen now."""
-        trained = (parameter.requires_grad for parameter in self.run.parameters())
-        frozen = [number for number, is_trained in enumerate(trained) if not is_trained]
+        frozen = [n for n, p in enumerate(self.run.parameters()) if not p.requires_grad]
         return {**self._lasting, "the numbers of frozen parameters": frozen}
 
     def check_state(self, state: dict[str, Any], allow_changes: bool) -> None:

@@ -110,7 +110,7 @@ class Updates:
         Unless it ``is_alone``, the caller then calls `after` with `made`.
         """
         step: Any = self.account.now
-        parts, is_made = self.parts.values(), False
+        parts, lrs = self.parts.values(), None
         with torch.no_grad():
             try:
                 # 1. Prepare: what changes goes to the device before a sum is traced.
@@ -129,10 +129,9 @@ class Updates:
                 # 3. Look, whether replicas agree, where that is free.
                 for part in parts:
                     part.look(step)
-                is_made = True
             except Exception as error:
                 self.rollback(error)
-            if is_made:
+            else:
                 # 4. Commit: the weights change, and the step is done.
                 try:
                     for part in parts:
@@ -143,7 +142,7 @@ class Updates:
                 finally:
                     self.account.commit()
                     self.clear()
-        if not is_made:
+        if lrs is None:
             return self.begin_again()
         # 5. After: schedulers and functions that are attached.
         self.attached.num_done = 0
@@ -160,7 +159,7 @@ class Updates:
         """Takes part with gradients of zero, where there was no minibatch."""
         self.gradients.refresh()
         self.gradients.sums.use_zeros()
-        if self.gradients.is_aged:
+        if self.run.sums.is_exact:  # tensors then are of the age that others' have
             self.clear()
         self.run.replica.sync()  # keeps what is pending out of the update
 
