@@ -144,14 +144,13 @@ def lasting(run: Run) -> dict[str, Any]:
 def common_settings(run: Run) -> dict[str, Any]:
     """Returns what all replicas of a run have in common, by name."""
     parameters = run.parameters()
+    names = "lockstep", "compare_every", "shard_gradients"
     kinds = repr([(*p.shape, p.dtype, p.requires_grad) for p in parameters])
     return {
         **run.sampler.fingerprint(),
         **lasting(run),
         "noise": run.noise.options if run.noise else None,
-        "lockstep": run.lockstep,
-        "compare_every": run.compare_every,
-        "shard_gradients": run.shard_gradients,
+        **{name: getattr(run, name) for name in names},
         "parameters": f"{len(parameters)} tensors of "
         f"{sum(p.numel() for p in parameters)} numbers, sha256 "
         f"{hashlib.sha256(kinds.encode()).hexdigest()[:16]}",

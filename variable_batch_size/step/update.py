@@ -136,8 +136,7 @@ class Updates:
                     for part in parts:
                         part.commit(step)
                     gains = getattr(self.parts.get("noise"), "gains", None)
-                    ratio = getattr(self.weights, "ratio", None)
-                    lrs = self.scaling.step(gains, ratio)
+                    lrs = self.scaling.step(gains, getattr(self.weights, "ratio", None))
                 finally:
                     self.account.commit()
                     self.clear()
@@ -145,10 +144,9 @@ class Updates:
             return self.begin_again()
         # 5. After: schedulers and functions that are attached.
         self.attached.num_done = 0
-        weight = self.weights.weight if self.weights else None
         self.made = Update(
             step.epoch, step.global_step, step.batch_size, step.minibatch_size, lrs,
-            step.idle, step.ends_epoch, weight,
+            step.idle, step.ends_epoch, getattr(self.weights, "weight", None),
         )  # fmt: skip
         if is_alone:
             self.after(self.made)
