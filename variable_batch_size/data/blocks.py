@@ -132,8 +132,7 @@ class BlockDataset(Dataset[Any]):
         check_fields(self)
         self._starts = _starts_of(self.block_sizes)
         self.block_sizes = np.diff(self._starts)
-        self.num_blocks_read = 0
-        self._num_kept = 1
+        self.num_blocks_read, self._num_kept = 0, 1
         self._kept: dict[int, Any] = {}  # the latest read is last
         self._reading = threading.Lock()  # emulated replicas may share the object
 

@@ -101,10 +101,9 @@ class CustomSampler(Sampler[list[int]]):
             )
         if hasattr(dataset, "check_order"):
             dataset.check_order(order)
-        self.dataset = dataset
+        self.dataset, self.order = dataset, order
         self.dataset_length = None if dataset is None else num_samples
         self.seed = check_integer("seed", seed, -(2**63), 2**63)  # as torch has it
-        self.order = order
         num_replicas = check_integer("num_replicas", num_replicas, least=1)
         rank = check_integer("rank", rank, 0, num_replicas - 1)
         source: Any = trace  # None is refused

@@ -153,5 +153,4 @@ class ExactModel(RepeatableSums):
         self.units.drop_step()
 
     def environment(self) -> dict[str, Any]:
-        kernels = {name: os.environ.get(name) for name in _KERNELS}
-        return {**environment(self._replica), **kernels}
+        return environment(self._replica) | {n: os.environ.get(n) for n in _KERNELS}

@@ -109,11 +109,11 @@ class LiveUpdates(Course):
     """
 
     ballots: Any
-    _is_lost = _has_state = False
+    # Whether weights have differed from those of others, and whether the next update is
+    # a generation's first.
+    _is_lost = _has_state = _has_differed = _is_first = False
     _saver: Any = None  # once it has entered
-    _has_differed = False  # weights from those of others
     _update: Update | None = None  # whose functions run
-    _is_first = False  # whether the next update is a generation's first
     _last_met: tuple[Any, ...] = ()  # at which step, and with whom
     _num_same = 0  # meetings of that kind, one after another
     _problem = ""  # by which members met

@@ -61,8 +61,7 @@ class RepeatableSums(Sums, Part):
             layers = dict[str, nn.Module]()
             # Without those that are parts of another one, too.
             for name, module in model.named_modules(self._watched, prefix):
-                has_statistics = isinstance(module, _NormBase)
-                if not has_statistics or module.running_mean is None:
+                if not isinstance(module, _NormBase) or module.running_mean is None:
                     self._others.append((name, module))
                 elif isinstance(module, nn.SyncBatchNorm):
                     raise TypeError(

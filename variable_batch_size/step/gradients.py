@@ -50,8 +50,7 @@ class StepGradients:
     on_change: Callable[[], object] = tuple
 
     def __init__(self, run: Run) -> None:
-        self._run = run
-        self._is_lazy = run.replica.is_lazy
+        self._run, self._is_lazy = run, run.replica.is_lazy
         # All parameters when gradients were last allocated, and which required them, by
         # their ids: to hash or to compare parameters takes longer.
         self._parameters: list[nn.Parameter] = []

@@ -261,14 +261,13 @@ def _refuse_own_step(inner: Any, *_: Any) -> None:
 
 def _scale_gradients(group: Group, decay: Any, factor: Any) -> None:
     """Makes every gradient factor * (gradient + decay * weight), in place."""
-    decays = isinstance(decay, torch.Tensor) or decay != 0
     if group.get("maximize"):
         decay = -decay
     for parameter in _trained(group):
         gradient: Any = parameter.grad
         if isinstance(decay, torch.Tensor):
             gradient.add_(parameter * operand_for(parameter, decay))
-        elif decays:
+        elif decay != 0:
             gradient.add_(parameter, alpha=decay)
         if factor is not None:
             gradient.mul_(operand_for(gradient, factor))
