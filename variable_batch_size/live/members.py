@@ -314,7 +314,7 @@ class LiveUpdates(Course):
         brings = receivers and replica.brings and not receives
         common = run.sums.state_dict(), self.gradients.sums.order()
         brought = self._packed() if brings else None
-        common, state = replica.share(common, brought, source, receivers)
+        (sums, order), state = replica.share(common, brought, source, receivers)
         if receives:
             try:
                 self._take(lambda: self._saver.take(state["run"]), state)
@@ -322,7 +322,6 @@ class LiveUpdates(Course):
                 replica.leave((), f"is refused: {error}")
                 raise
         # Begins the step under way, as the member that has brought these sums it.
-        sums, order = common
         self.gradients.sums.follow(order)
         ledger.move(replica.rank, replica.num_replicas, account.cursor)
         self.restart()

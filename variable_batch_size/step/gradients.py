@@ -215,8 +215,7 @@ class StepGradients:
                 "and build the optimizer after load_state_dict(..., assign=True)"
             )
         if problem:
-            parameters = self._run.parameters()
-            self._run.replica.check_parameters(parameters)  # wrapped since
+            self._run.replica.check_parameters(self._run.parameters())  # wrapped since
             raise ValueError(problem)
 
     def refuse_zeroing(self) -> None:

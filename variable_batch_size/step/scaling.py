@@ -283,10 +283,9 @@ def hyperparameters(groups: list[dict[str, Any]]) -> tuple[Any, ...]:
     NumPy's are those of Python, as in a checkpoint that another replica has loaded.
     """
     found = []
-    for group in groups:
-        for name, value in group.items():
-            if isinstance(value, (np.generic, tuple)):
-                value = without_numpy(value)
-            if isinstance(value, (int, float, tuple)):
-                found.append((name, value))
+    for name, value in (item for group in groups for item in group.items()):
+        if isinstance(value, (np.generic, tuple)):
+            value = without_numpy(value)
+        if isinstance(value, (int, float, tuple)):
+            found.append((name, value))
     return tuple(found)
