@@ -72,11 +72,8 @@ def as_floats(values: tuple[Any, ...], replica: Replica) -> tuple[float, ...]:
 # parameter and step; a Python number is compiled into the program whenever it is 0, 1
 # or -1 or equals another one.
 _SCALARS: dict[Any, str] = {
-    Tensor.add_: "alpha",
-    Tensor.add: "alpha",
-    torch.add: "alpha",
-    Tensor.addcmul_: "value",
-    Tensor.addcdiv_: "value",
+    **dict.fromkeys((Tensor.add_, Tensor.add, torch.add), "alpha"),
+    **dict.fromkeys((Tensor.addcmul_, Tensor.addcdiv_), "value"),
 }
 
 

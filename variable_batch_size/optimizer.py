@@ -27,7 +27,7 @@ from variable_batch_size.step.gradients import Sums
 from variable_batch_size.step.parts import Ballots, Clipping, Weights
 from variable_batch_size.step.run import ElasticOptions, Run
 from variable_batch_size.step.scaling import Scaling
-from variable_batch_size.step.together import update_together
+from variable_batch_size.step.update import update_together
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.registry import given_or_current
 
@@ -185,9 +185,8 @@ class ElasticOptimizer(OptimizerProxy):
         # alone.
         self.repeatable = run.sums if run.sums.keeps_buffers else None
         optimizer.repeatable = self.repeatable  # type: ignore[attr-defined]
-        ride = getattr(sampler.order, "ride", None)
-        if self.repeatable is not None and ride is not None:
-            ride(self.repeatable)
+        if self.repeatable is not None and hasattr(sampler.order, "ride"):
+            sampler.order.ride(self.repeatable)
         self.updates = self._built()
         self._starts = WeakTensorKeyDictionary()
 

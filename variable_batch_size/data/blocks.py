@@ -27,8 +27,6 @@ from torch.utils.data._utils import worker
 from variable_batch_size.data.lazy_orders import IndexShuffle, LazyOrder, bijection
 from xla_replica.common.arguments import check_fields, check_integer, checked
 
-# Reads a block, by its number: samples that can be indexed, or a table of pyarrow.
-ReadBlock = Callable[[int], Any]
 # From a position to the samples of a stream from there on.
 OpenAt = Callable[[int], Iterable[Any]]
 
@@ -126,7 +124,7 @@ class BlockDataset(Dataset[Any]):
             reading: a block has another number of samples than ``block_sizes`` says.
     """
 
-    read_block: ReadBlock
+    read_block: Callable[[int], Any]
     block_sizes: Any  # a sequence of integers
     in_order: bool = dataclasses.field(default=False, kw_only=True)
 
@@ -134,8 +132,7 @@ class BlockDataset(Dataset[Any]):
         check_fields(self)
         self._starts = _starts_of(self.block_sizes)
         self.block_sizes = np.diff(self._starts)
-        self.num_blocks_read = 0
-        self._num_kept = 1
+        self.num_blocks_read, self._num_kept = 0, 1
         self._kept: dict[int, Any] = {}  # the latest read is last
         self._reading = threading.Lock()  # emulated replicas may share the object
 

@@ -87,10 +87,9 @@ class CustomSampler(Sampler[list[int]]):
         pad_minibatches: bool = False,
     ) -> None:
         if num_replicas is None or rank is None:
-            replica = xla_replica.current()
-            rank = replica.rank if rank is None else rank
-            if num_replicas is None:
-                num_replicas = replica.num_replicas
+            here = xla_replica.current()
+            rank = here.rank if rank is None else rank
+            num_replicas = here.num_replicas if num_replicas is None else num_replicas
         if (dataset is None) == (dataset_size is None):
             raise TypeError("CustomSampler needs either dataset= or dataset_size=")
         num_samples = len(dataset) if dataset_size is None else dataset_size
@@ -102,10 +101,9 @@ class CustomSampler(Sampler[list[int]]):
             )
         if hasattr(dataset, "check_order"):
             dataset.check_order(order)
-        self.dataset = dataset
+        self.dataset, self.order = dataset, order
         self.dataset_length = None if dataset is None else num_samples
         self.seed = check_integer("seed", seed, -(2**63), 2**63)  # as torch has it
-        self.order = order
         num_replicas = check_integer("num_replicas", num_replicas, least=1)
         rank = check_integer("rank", rank, 0, num_replicas - 1)
         source: Any = trace  # None is refused

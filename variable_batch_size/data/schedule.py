@@ -92,7 +92,7 @@ class EpochPlan:
     @functools.cached_property
     def batch_sizes(self) -> np.ndarray:
         """``(num_steps,)`` int64: of every step, in samples."""
-        return self._unrolled(self.head)
+        return np.append(self.head, np.repeat(self.head[-1:], self.num_held))
 
     @functools.cached_property
     def num_minibatches(self) -> np.ndarray:
@@ -139,7 +139,7 @@ class EpochPlan:
 
     def num_substeps(self, rank: int) -> np.ndarray:
         """Returns ``(num_steps,)`` int64: minibatches of replica ``rank`` per step."""
-        return self._unrolled(self._substeps(self.head, rank))
+        return self._substeps(self.batch_sizes, rank)
 
     def step(self, number: int, rank: int) -> Step | None:
         """Returns a step as replica ``rank`` sees it; None after the epoch's last."""
@@ -166,9 +166,6 @@ class EpochPlan:
         num_minibatches = -(-batch_sizes // self.minibatch_size)
         remaining = num_minibatches - (0 if self.padded else rank)
         return np.asarray(np.maximum(-(-remaining // self.num_replicas), 0))
-
-    def _unrolled(self, head: np.ndarray) -> np.ndarray:
-        return np.append(head, np.repeat(head[-1:], self.num_held))
 
     def num_real_samples(self, rank: int, step: int, substep: int) -> int:
         """Returns how many samples of a minibatch count; the others are padding.
@@ -227,10 +224,9 @@ class Schedule:
                 f"minibatch_size={unit}: change it, or pass pad_minibatches=True"
             )
         # In samples. Without padding a rest smaller than a minibatch is not used.
-        rest = 0 if self.pad_minibatches else self.num_samples % unit
-        self._capacity = self.num_samples - rest
-        if sizes.max() > self._capacity:
-            row = int(np.argmax(sizes > self._capacity))
+        self._limit = self.num_samples if self.pad_minibatches else self.capacity * unit
+        if sizes.max() > self._limit:
+            row = int(np.argmax(sizes > self._limit))
             raise TraceError(
                 f"{trace.place(row)}: batch size {sizes[row]} exceeds epoch capacity: "
                 f"{self.num_samples} samples hold {self.capacity} minibatches of {unit}"
@@ -267,9 +263,8 @@ class Schedule:
         end = math.inf if self.on_end in ("hold", "cycle") else len(self.trace)
         while len(found) <= epoch + 1 and found[-1] < end:
             self._find_next_epoch()
-        if epoch + 1 < len(found):
-            return range(found[epoch], found[epoch + 1])
-        return range(found[-1], found[-1])
+        last = len(found) - 1
+        return range(found[min(epoch, last)], found[min(epoch + 1, last)])
 
     def changed(self, step: int, batch_size: int) -> Schedule:
         """Returns the schedule whose steps from ``step`` on have ``batch_size``.
@@ -306,7 +301,7 @@ class Schedule:
     def _find_next_epoch(self) -> None:
         """Appends the first step that does not fit into the epoch under way."""
         length, total = len(self.trace), int(self._prefix[-1])
-        goal = self.samples_before(self._first_steps[-1]) + self._capacity
+        goal = self.samples_before(self._first_steps[-1]) + self._limit
         rounds, goal = divmod(goal, total) if self.on_end == "cycle" else (0, goal)
         if self.on_end == "hold" and goal >= total:
             last = int(self.trace.batch_sizes[-1])

@@ -63,8 +63,7 @@ class SeededDataset(Dataset[Any]):
             python_state, numpy_state = random.getstate(), np.random.get_state()
             try:
                 random.seed(digest[8:24])
-                words = np.frombuffer(digest[24:], dtype="<u4").astype(np.uint32)
-                np.random.seed(words)
+                np.random.seed(np.frombuffer(digest[24:], "<u4").astype(np.uint32))
                 return self.dataset[index]
             finally:
                 random.setstate(python_state)

@@ -109,11 +109,11 @@ class LiveUpdates(Course):
     """
 
     ballots: Any
-    _is_lost = _has_state = False
+    # Whether weights have differed from those of others, and whether the next update is
+    # a generation's first.
+    _is_lost = _has_state = _has_differed = _is_first = False
     _saver: Any = None  # once it has entered
-    _has_differed = False  # weights from those of others
     _update: Update | None = None  # whose functions run
-    _is_first = False  # whether the next update is a generation's first
     _last_met: tuple[Any, ...] = ()  # at which step, and with whom
     _num_same = 0  # meetings of that kind, one after another
     _problem = ""  # by which members met
@@ -263,10 +263,9 @@ class LiveUpdates(Course):
             self._check_progress(generation)
             try:
                 self._synchronise(marks.index(furthest), behind)
+                break
             except MemberLost as error:
                 self._note(error)
-            else:
-                break
         if replica.is_primary:
             text = (
                 f"generation {generation.number}: {replica.num_replicas} members train "
@@ -315,7 +314,7 @@ class LiveUpdates(Course):
         brings = receivers and replica.brings and not receives
         common = run.sums.state_dict(), self.gradients.sums.order()
         brought = self._packed() if brings else None
-        common, state = replica.share(common, brought, source, receivers)
+        (sums, order), state = replica.share(common, brought, source, receivers)
         if receives:
             try:
                 self._take(lambda: self._saver.take(state["run"]), state)
@@ -323,7 +322,6 @@ class LiveUpdates(Course):
                 replica.leave((), f"is refused: {error}")
                 raise
         # Begins the step under way, as the member that has brought these sums it.
-        sums, order = common
         self.gradients.sums.follow(order)
         ledger.move(replica.rank, replica.num_replicas, account.cursor)
         self.restart()

@@ -59,12 +59,9 @@ class RepeatableSums(Sums, Part):
         """Moves running statistics once a step, where the step is made."""
         for prefix, model in modules.items():
             layers = dict[str, nn.Module]()
-            for name, module in model.named_modules(prefix=prefix):
-                if module in self._watched:  # a part of another one, too
-                    continue
-                self._watched.add(module)
-                has_statistics = isinstance(module, _NormBase)
-                if not has_statistics or module.running_mean is None:
+            # Without those that are parts of another one, too.
+            for name, module in model.named_modules(self._watched, prefix):
+                if not isinstance(module, _NormBase) or module.running_mean is None:
                     self._others.append((name, module))
                 elif isinstance(module, nn.SyncBatchNorm):
                     raise TypeError(

@@ -15,8 +15,6 @@ from variable_batch_size.rules import adam
 from variable_batch_size.rules.adam import AdamState
 from xla_replica.common.arguments import check_choice, check_flag, check_type, is_number
 
-Factor = Callable[[float], float]
-
 # What a rule may look at and change, of a parameter group.
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
 
@@ -70,7 +68,7 @@ class Rule:
     """
 
     name: str
-    lr_factor: Factor
+    lr_factor: Callable[[float], float]
     measured: bool = False
     needs_reference: bool = True
     for_sgd: bool = False

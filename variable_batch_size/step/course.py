@@ -8,8 +8,7 @@ from typing import Any
 
 from variable_batch_size.step.run import Run
 from variable_batch_size.step.scaling import hyperparameters
-from variable_batch_size.step.together import refuse_waiting
-from variable_batch_size.step.update import Updates
+from variable_batch_size.step.update import Updates, refuse_waiting
 from xla_replica.common.differences import check_same
 
 VERSION = 6  # of the state
@@ -68,8 +67,7 @@ class Course(Updates):
 
     def _settings(self) -> dict[str, Any]:
         """Returns what the run began with, and which parameters are frozen now."""
-        trained = (parameter.requires_grad for parameter in self.run.parameters())
-        frozen = [number for number, is_trained in enumerate(trained) if not is_trained]
+        frozen = [n for n, p in enumerate(self.run.parameters()) if not p.requires_grad]
         return {**self._lasting, "the numbers of frozen parameters": frozen}
 
     def check_state(self, state: dict[str, Any], allow_changes: bool) -> None:
@@ -146,14 +144,13 @@ def lasting(run: Run) -> dict[str, Any]:
 def common_settings(run: Run) -> dict[str, Any]:
     """Returns what all replicas of a run have in common, by name."""
     parameters = run.parameters()
+    names = "lockstep", "compare_every", "shard_gradients"
     kinds = repr([(*p.shape, p.dtype, p.requires_grad) for p in parameters])
     return {
         **run.sampler.fingerprint(),
         **lasting(run),
         "noise": run.noise.options if run.noise else None,
-        "lockstep": run.lockstep,
-        "compare_every": run.compare_every,
-        "shard_gradients": run.shard_gradients,
+        **{name: getattr(run, name) for name in names},
         "parameters": f"{len(parameters)} tensors of "
         f"{sum(p.numel() for p in parameters)} numbers, sha256 "
         f"{hashlib.sha256(kinds.encode()).hexdigest()[:16]}",

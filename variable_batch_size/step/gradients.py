@@ -48,23 +48,19 @@ class StepGradients:
     """
 
     on_change: Callable[[], object] = tuple
-    # Whether a replica that is idle must zero sums, so that tensors are of the age that
-    # others' have.
-    is_aged = False
 
     def __init__(self, run: Run) -> None:
-        self._run = run
-        self._is_lazy = run.replica.is_lazy
-        # All parameters when gradients were last allocated, and which required them.
-        self._allocated_for: list[tuple[nn.Parameter, bool]] = []
+        self._run, self._is_lazy = run, run.replica.is_lazy
+        # All parameters when gradients were last allocated, and which required them, by
+        # their ids: to hash or to compare parameters takes longer.
+        self._parameters: list[nn.Parameter] = []
+        self._allocated_for: list[tuple[int, bool]] = []
         self._records: dict[nn.Parameter, GradientRecord] = {}
         # Of gradients of 16 bits, what the minibatches of the step have added up to.
         self._wide: dict[nn.Parameter, torch.Tensor] = {}
         self._nodes: dict[nn.Parameter, tuple[Any, Any]] = {}
-        parameters = run.parameters()
-        self._adds_up_widely = run.float32_sums and not run.sharded
         self.sums = self.make_sum()
-        self.add(parameters)
+        self.add(run.parameters())
 
     def make_sum(self) -> GradientSum:
         """Returns what holds the gradients."""
@@ -94,7 +90,7 @@ class StepGradients:
         """
         if self._is_unchanged():
             return
-        if not {p for p, _ in self._allocated_for}.issuperset(self._run.parameters()):
+        if not {*self._parameters}.issuperset(self._run.parameters()):
             raise ValueError(
                 "a parameter group must be added through the wrapper's add_param_group"
             )
@@ -103,15 +99,11 @@ class StepGradients:
     def _is_unchanged(self) -> bool:
         """Returns whether the parameters that are trained are those allocated for.
 
-        Asked several times a step; so it hashes no parameter, which Python would do.
+        Asked several times a step.
         """
-        before = iter(self._allocated_for)
-        for group in self._run.inner.param_groups:
-            for parameter in group["params"]:
-                known, was_trained = next(before, (None, False))
-                if parameter is not known or parameter.requires_grad != was_trained:
-                    return False
-        return next(before, None) is None
+        groups = self._run.inner.param_groups
+        now = [(id(p), p.requires_grad) for group in groups for p in group["params"]]
+        return now == self._allocated_for
 
     def refuse_changes(self) -> None:
         """Raises ValueError if other parameters are trained than in the step so far."""
@@ -123,18 +115,17 @@ class StepGradients:
 
     def _allocate(self, after_backward: bool) -> None:
         run, gradients = self._run, self.sums.gradients
-        parameters = run.parameters()
-        self._allocated_for = [(p, p.requires_grad) for p in parameters]
+        self._parameters = parameters = run.parameters()
+        self._allocated_for = [(id(p), p.requires_grad) for p in parameters]
         trained = [p for p in parameters if p.requires_grad]
         self.trained = zlib.crc32(bytes(p.requires_grad for p in parameters))
         self.on_change()
         new = {p for p in trained if after_backward and p not in gradients}
-        for parameter in parameters:
-            is_held = parameter in gradients
-            if parameter.requires_grad != is_held and parameter not in new:
-                parameter.grad = None
+        for p in parameters:
+            if p.requires_grad != (p in gradients) and p not in new:
+                p.grad = None
         self.sums.hold(trained)
-        if self._adds_up_widely:
+        if run.float32_sums and not (run.sharded or run.sums.is_exact):
             self._wide = {
                 parameter: torch.zeros_like(gradient, dtype=torch.float32)
                 for parameter, gradient in self.sums.gradients.items()
@@ -175,11 +166,10 @@ class StepGradients:
     def prepare_backward(self, account: Account) -> None:
         """Tells the sum and the meter which minibatch the next backward pass is."""
         run, step, substep = self._run, account.now, account.substep
-        num_minibatches = step.num_minibatches if step else 0
         self._is_last = step is not None and substep == step.num_substeps - 1
         if self._wide and self._is_last and substep and not self._is_lazy:
             self.narrow()  # the last pass adds its own, and may begin the sum
-        divisor = num_minibatches if run.reduction == "mean" else None
+        divisor = step.num_minibatches if step and run.reduction == "mean" else None
         counts = not (account.plan.padded and account.is_padding)
         self.sums.prepare_backward(Pass(substep == 0, self._is_last, divisor, counts))
         self.start_records()
@@ -225,8 +215,7 @@ class StepGradients:
                 "and build the optimizer after load_state_dict(..., assign=True)"
             )
         if problem:
-            parameters = self._run.parameters()
-            self._run.replica.check_parameters(parameters)  # wrapped since
+            self._run.replica.check_parameters(self._run.parameters())  # wrapped since
             raise ValueError(problem)
 
     def refuse_zeroing(self) -> None:

@@ -16,13 +16,11 @@ from variable_batch_size.rules.rule import Rule
 from xla_replica import Replica
 from xla_replica.common.arguments import check_fields, check_type, checked
 
-Reduction = Literal["mean", "sum"]
-
 
 class ElasticOptions(TypedDict, total=False):
     """The options of `ElasticOptimizer` that every wrapper has, for type checkers."""
 
-    reduction: Reduction
+    reduction: Literal["mean", "sum"]
     ref_weight: float | None
     max_grad_norm: float | None
     momentum_correction: bool

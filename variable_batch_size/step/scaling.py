@@ -34,7 +34,6 @@ class Scaling:
     def __init__(self, run: Run) -> None:
         replica, inner = run.replica, run.inner
         self._run, self._rule, self._optimizer = run, run.rule, inner
-        self._scalars = run.scalars
         self._states: list[AdamState | None] = []
         self._trained: list[list[int]] = []  # ids of parameters, by group
         # What is known only then stays on the device where reading is not free.
@@ -68,9 +67,8 @@ class Scaling:
         """
         is_within = account.substep  # on one replica, too: more would do otherwise
         may_idle = account.plan.has_idle_replicas and not self._run.lockstep
-        if self._given is None or not (is_within or may_idle):
-            return
-        if self._given == hyperparameters(self._optimizer.param_groups):
+        may_change = self._given is None or not (is_within or may_idle)
+        if may_change or self._given == hyperparameters(self._optimizer.param_groups):
             return
         where = f"within step {account.number}" if is_within else "between two updates"
         raise ReplicaError(
@@ -124,7 +122,7 @@ class Scaling:
         inputs = {**group, **self._uploaded(index, group, group)}
         if ratio is not None and self._rule.decay_per_sample:
             dtype = dtype_for(group["params"])
-            ratio = self._scalars.get(("batch ratio", index), ratio, dtype)
+            ratio = self._run.scalars.get(("batch ratio", index), ratio, dtype)
         return inputs, ratio
 
     def _uploaded(self, index: int, group: Group, numbers: Group) -> Group:
@@ -136,7 +134,7 @@ class Scaling:
         if changes_decay and group.get("weight_decay"):
             names.append("weight_decay")
         dtype = dtype_for(group["params"])
-        return {n: self._scalars.get((n, index), numbers[n], dtype) for n in names}
+        return {n: self._run.scalars.get((n, index), numbers[n], dtype) for n in names}
 
     # --- after it -------------------------------------------------------------------
 
@@ -157,11 +155,11 @@ class Scaling:
         """
         if self._is_late:
             self._scale_late(factors if self._rule.measured else None, batch_ratio)
-        groups = self._optimizer.param_groups
+        run, groups = self._run, self._optimizer.param_groups
         given = [(g, {n: g[n] for n in _RESTORED if n in g}) for g in groups]
         mode: Any = contextlib.nullcontext()
         if self._on_device:
-            mode = TensorScalars(self._scalars if self._run.replica.is_lazy else None)
+            mode = TensorScalars(run.scalars if run.replica.is_lazy else None)
         try:
             with mode:
                 for group, (scaled, _) in zip(groups, self._made):
@@ -263,14 +261,13 @@ def _refuse_own_step(inner: Any, *_: Any) -> None:
 
 def _scale_gradients(group: Group, decay: Any, factor: Any) -> None:
     """Makes every gradient factor * (gradient + decay * weight), in place."""
-    decays = isinstance(decay, torch.Tensor) or decay != 0
     if group.get("maximize"):
         decay = -decay
     for parameter in _trained(group):
         gradient: Any = parameter.grad
         if isinstance(decay, torch.Tensor):
             gradient.add_(parameter * operand_for(parameter, decay))
-        elif decays:
+        elif decay != 0:
             gradient.add_(parameter, alpha=decay)
         if factor is not None:
             gradient.mul_(operand_for(gradient, factor))
@@ -286,10 +283,9 @@ def hyperparameters(groups: list[dict[str, Any]]) -> tuple[Any, ...]:
     NumPy's are those of Python, as in a checkpoint that another replica has loaded.
     """
     found = []
-    for group in groups:
-        for name, value in group.items():
-            if isinstance(value, (np.generic, tuple)):
-                value = without_numpy(value)
-            if isinstance(value, (int, float, tuple)):
-                found.append((name, value))
+    for name, value in (item for group in groups for item in group.items()):
+        if isinstance(value, (np.generic, tuple)):
+            value = without_numpy(value)
+        if isinstance(value, (int, float, tuple)):
+            found.append((name, value))
     return tuple(found)

@@ -22,7 +22,6 @@ from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.parts import Ballots, Weights, is_zero
 from variable_batch_size.step.run import Run
 from variable_batch_size.step.scaling import Scaling
-from variable_batch_size.step.together import refuse_waiting, update_together
 
 
 class RunAgain(Exception):
@@ -110,7 +109,7 @@ class Updates:
         Unless it ``is_alone``, the caller then calls `after` with `made`.
         """
         step: Any = self.account.now
-        parts, is_made = self.parts.values(), False
+        parts, lrs = self.parts.values(), None
         with torch.no_grad():
             try:
                 # 1. Prepare: what changes goes to the device before a sum is traced.
@@ -129,28 +128,25 @@ class Updates:
                 # 3. Look, whether replicas agree, where that is free.
                 for part in parts:
                     part.look(step)
-                is_made = True
             except Exception as error:
                 self.rollback(error)
-            if is_made:
+            else:
                 # 4. Commit: the weights change, and the step is done.
                 try:
                     for part in parts:
                         part.commit(step)
                     gains = getattr(self.parts.get("noise"), "gains", None)
-                    ratio = getattr(self.weights, "ratio", None)
-                    lrs = self.scaling.step(gains, ratio)
+                    lrs = self.scaling.step(gains, getattr(self.weights, "ratio", None))
                 finally:
                     self.account.commit()
                     self.clear()
-        if not is_made:
+        if lrs is None:
             return self.begin_again()
         # 5. After: schedulers and functions that are attached.
         self.attached.num_done = 0
-        weight = self.weights.weight if self.weights else None
         self.made = Update(
             step.epoch, step.global_step, step.batch_size, step.minibatch_size, lrs,
-            step.idle, step.ends_epoch, weight,
+            step.idle, step.ends_epoch, getattr(self.weights, "weight", None),
         )  # fmt: skip
         if is_alone:
             self.after(self.made)
@@ -160,7 +156,7 @@ class Updates:
         """Takes part with gradients of zero, where there was no minibatch."""
         self.gradients.refresh()
         self.gradients.sums.use_zeros()
-        if self.gradients.is_aged:
+        if self.run.sums.is_exact:  # tensors then are of the age that others' have
             self.clear()
         self.run.replica.sync()  # keeps what is pending out of the update
 
@@ -195,3 +191,38 @@ class Updates:
                 part.clear()
             self.gradients.clear()
         self._cut()
+
+
+def refuse_waiting(account: Account) -> None:
+    """Raises ValueError if other optimizers have not ended the step yet."""
+    if account.is_waiting:
+        raise ValueError(
+            f"not all {len(account.ledger.accounts)} optimizers of this sampler have "
+            "ended the step: call step() of each, and del one that is not used any more"
+        )
+
+
+def update_together(own: Account) -> int:
+    """Makes the updates of all optimizers of a sampler, when the last one comes here.
+
+    An update of one network before the loss of another one is computed would make the
+    weights depend on the number of replicas. What is attached runs, and saves, after
+    all updates. Returns the number of updates of each; 0 where others have not ended
+    the step.
+    """
+    accounts = [*own.ledger.accounts.values()]
+    own.is_waiting = True
+    if not all(account.is_waiting for account in accounts):
+        own.owner.scaling.note_given(own)
+        own.owner.gradients.start_records()
+        return 0
+    for account in accounts:
+        account.is_waiting = False
+        if account is not own:  # since its own step()
+            account.owner.scaling.refuse_changes(account)
+            account.owner.gradients.refuse_changes()
+    numbers = [account.owner.update(is_alone=False) for account in accounts]
+    for account, number in zip(accounts, numbers):
+        if number:
+            account.owner.after(account.owner.made)
+    return numbers[accounts.index(own)]
