@@ -27,7 +27,7 @@ from variable_batch_size.step.gradients import Sums
 from variable_batch_size.step.parts import Ballots, Clipping, Weights
 from variable_batch_size.step.run import ElasticOptions, Run
 from variable_batch_size.step.scaling import Scaling
-from variable_batch_size.step.update import update_together
+from variable_batch_size.step.together import update_together
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.registry import given_or_current
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from variable_batch_size.step.run import Run
 from variable_batch_size.step.scaling import hyperparameters
-from variable_batch_size.step.update import Updates, refuse_waiting
+from variable_batch_size.step.together import refuse_waiting
+from variable_batch_size.step.update import Updates
 from xla_replica.common.differences import check_same
 
 VERSION = 6  # of the state

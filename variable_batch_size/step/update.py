@@ -22,6 +22,7 @@ from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.parts import Ballots, Weights, is_zero
 from variable_batch_size.step.run import Run
 from variable_batch_size.step.scaling import Scaling
+from variable_batch_size.step.together import refuse_waiting, update_together
 
 
 class RunAgain(Exception):
@@ -191,38 +192,3 @@ class Updates:
                 part.clear()
             self.gradients.clear()
         self._cut()
-
-
-def refuse_waiting(account: Account) -> None:
-    """Raises ValueError if other optimizers have not ended the step yet."""
-    if account.is_waiting:
-        raise ValueError(
-            f"not all {len(account.ledger.accounts)} optimizers of this sampler have "
-            "ended the step: call step() of each, and del one that is not used any more"
-        )
-
-
-def update_together(own: Account) -> int:
-    """Makes the updates of all optimizers of a sampler, when the last one comes here.
-
-    An update of one network before the loss of another one is computed would make the
-    weights depend on the number of replicas. What is attached runs, and saves, after
-    all updates. Returns the number of updates of each; 0 where others have not ended
-    the step.
-    """
-    accounts = [*own.ledger.accounts.values()]
-    own.is_waiting = True
-    if not all(account.is_waiting for account in accounts):
-        own.owner.scaling.note_given(own)
-        own.owner.gradients.start_records()
-        return 0
-    for account in accounts:
-        account.is_waiting = False
-        if account is not own:  # since its own step()
-            account.owner.scaling.refuse_changes(account)
-            account.owner.gradients.refuse_changes()
-    numbers = [account.owner.update(is_alone=False) for account in accounts]
-    for account, number in zip(accounts, numbers):
-        if number:
-            account.owner.after(account.owner.made)
-    return numbers[accounts.index(own)]
