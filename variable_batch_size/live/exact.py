@@ -32,8 +32,11 @@ _KERNELS = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"
 class ExactGradients(StepGradients):
     """Adds every minibatch's gradients as integers; ``.grad`` is that of one alone."""
 
+    is_aged = True
+
     def make_sum(self) -> GradientSum:
         run, exact, floats = self._run, self._run.sums, super().make_sum()
+        self._adds_up_widely = False
         if isinstance(floats, ShardedSum):
             exact.sums = ShardedExactSum(floats, exact.units, exact.names)
         else:

@@ -48,17 +48,21 @@ class StepGradients:
     """
 
     on_change: Callable[[], object] = tuple
+    # Whether a replica that is idle must zero sums, so that tensors are of the age that
+    # others' have.
+    is_aged = False
 
     def __init__(self, run: Run) -> None:
         self._run, self._is_lazy = run, run.replica.is_lazy
-        # All parameters when gradients were last allocated, and which required them, by
-        # their ids: to hash or to compare parameters takes longer.
+        # All parameters when gradients were last allocated, and by their ids which of
+        # them required any: to hash or to compare parameters takes longer.
         self._parameters: list[nn.Parameter] = []
         self._allocated_for: list[tuple[int, bool]] = []
         self._records: dict[nn.Parameter, GradientRecord] = {}
         # Of gradients of 16 bits, what the minibatches of the step have added up to.
         self._wide: dict[nn.Parameter, torch.Tensor] = {}
         self._nodes: dict[nn.Parameter, tuple[Any, Any]] = {}
+        self._adds_up_widely = run.float32_sums and not run.sharded
         self.sums = self.make_sum()
         self.add(run.parameters())
 
@@ -125,7 +129,7 @@ class StepGradients:
             if p.requires_grad != (p in gradients) and p not in new:
                 p.grad = None
         self.sums.hold(trained)
-        if run.float32_sums and not (run.sharded or run.sums.is_exact):
+        if self._adds_up_widely:
             self._wide = {
                 parameter: torch.zeros_like(gradient, dtype=torch.float32)
                 for parameter, gradient in self.sums.gradients.items()

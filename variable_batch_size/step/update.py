@@ -157,7 +157,7 @@ class Updates:
         """Takes part with gradients of zero, where there was no minibatch."""
         self.gradients.refresh()
         self.gradients.sums.use_zeros()
-        if self.run.sums.is_exact:  # tensors then are of the age that others' have
+        if self.gradients.is_aged:
             self.clear()
         self.run.replica.sync()  # keeps what is pending out of the update
 
