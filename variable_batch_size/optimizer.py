@@ -185,8 +185,9 @@ class ElasticOptimizer(OptimizerProxy):
         # alone.
         self.repeatable = run.sums if run.sums.keeps_buffers else None
         optimizer.repeatable = self.repeatable  # type: ignore[attr-defined]
-        if self.repeatable is not None and hasattr(sampler.order, "ride"):
-            sampler.order.ride(self.repeatable)
+        ride = getattr(sampler.order, "ride", None)
+        if self.repeatable is not None and ride is not None:
+            ride(self.repeatable)
         self.updates = self._built()
         self._starts = WeakTensorKeyDictionary()
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -223,7 +224,7 @@ def _fault(part: object, rows: Collection[int], shape: tuple[int, ...]) -> str |
 
     ``rows`` are allowed numbers of rows.
     """
-    height, width = forms.matrix_shape(shape)
+    height, width = shape[0] if shape else 1, math.prod(shape[1:])
     match part:
         case forms.Dense(values):
             got, fits = [values], tuple(values.shape[1:]) == shape

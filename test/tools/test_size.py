@@ -38,7 +38,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 20_154
+CODE = 19_785
 TEST_LINES = 33_283
 
 
