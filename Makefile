@@ -27,8 +27,8 @@ CPU_torch = '$(TORCH)'
 CPU_outside = $(TORCH_outside) torchvision==0.28.0
 # From pip's own index alone.
 LARGE_torchtpu = 'torch==2.14.*'
-# A process per core, which with what tests start keeps all of them busy; a file's tests
-# stay together, they share what is slow to set up.
+# As many processes as test/conftest.py says; a file's tests stay together, they share
+# what is slow to set up.
 # Files begin in the order of test/conftest.py, the longest ones first.
 PYTEST_ARGS ?= -n auto --dist loadfile --no-loadscope-reorder
 # Hundreds of processes import the packages, which each of them would compile.

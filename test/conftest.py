@@ -13,7 +13,7 @@ else:  # without it products of CUDA are not the same twice
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Hundreds of processes import torch: from its sources they take three times as long.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Beside a process per core, threads of torch's only wait for each other: a default run
+# Beside as many processes, threads of torch's only wait for each other: a default run
 # would take half as long again. It must be set before torch is loaded.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -56,15 +56,16 @@ child_process._IMPORTED += [
 # Files that take more than about 20 s begin first, the longest one before the others:
 # one that begins last keeps one worker busy, and the others wait.
 LONGEST = (
-    "test_live_run", "test_stopping", "test_interrupted_training",
+    "test_live_run", "test_stopping", "test_live_changes", "test_readme",
+    "test_sharded_models", "test_grab_elastic", "test_interrupted_training",
     "test_variable_train_mnist", "test_child_process", "test_rigl_replicas",
     "test_per_sample_xla", "test_examples", "test_recording",
-    "test_program_checks", "test_scripts", "test_readme", "test_grab_elastic",
+    "test_program_checks", "test_scripts", "test_exact_sums",
     "test_compilations", "test_elastic_family", "test_rigl_assigned_gradients",
-    "test_sharded_models", "test_rule_family", "test_overlapped_sum",
+    "test_rule_family", "test_overlapped_sum",
     "test_page_blocks", "test_accelerators", "test_rigl_example", "test_grab_memory",
     "test_token_weights", "test_replica_family", "test_per_sample_stream",
-    "test_balance_family", "test_exact_sums",
+    "test_balance_family",
 )  # fmt: skip
 
 
@@ -80,6 +81,15 @@ RUN_TWICE = ("test_page_blocks", "test_migration")
 # A loaded machine now and then takes more than the default 200 ms for an example.
 hypothesis.settings.register_profile("loaded", deadline=None)
 hypothesis.settings.load_profile("loaded")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Returns two for each core: half of their time tests wait for other processes.
+
+    A worker and what it starts take up to 2 GB.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(2 * (os.cpu_count() or 1), memory // 2**31))
 
 
 class NamedAtOnce:
