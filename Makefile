@@ -128,9 +128,9 @@ torchtpu:
 gpu:
 	GPU=1 $(MAKE) ENV=torch PYTEST_ARGS='-n 4 --dist loadfile -m "gpu and not slow"' test
 
-# One process, so that all tests share replicas that have started.
+# Few workers, each of whose tests share replicas that have started.
 tpu-like: tmux
-	$(MAKE) PYTEST_ARGS='-m tpu_like --session-timeout 3600' test
+	$(MAKE) PYTEST_ARGS='-n 2 --dist loadfile --no-loadscope-reorder -m tpu_like --session-timeout 3600' test
 
 outside:
 	OUTSIDE=1 $(MAKE) ENV=outside PYTEST_ARGS='-n auto --dist worksteal -m outside test/outside' test

@@ -25,7 +25,7 @@ from examples.launch import ray_train
 
 pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore")]
 
-PATIENCE = 100.0
+PATIENCE = 240.0
 TPU = "--device tpu --topology 2x4 --accelerator-type TPU-V5LITEPOD"
 # The cluster misses a node, and Ray Train tries without it, within seconds. Nobody is
 # ended because others on this machine need memory.
@@ -33,7 +33,7 @@ SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "500",
-    "RAY_health_check_failure_threshold": "2",
+    "RAY_health_check_failure_threshold": "8",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",
 }
 START = ("-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats")
