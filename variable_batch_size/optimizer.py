@@ -185,9 +185,8 @@ class ElasticOptimizer(OptimizerProxy):
         # alone.
         self.repeatable = run.sums if run.sums.keeps_buffers else None
         optimizer.repeatable = self.repeatable  # type: ignore[attr-defined]
-        ride = getattr(sampler.order, "ride", None)
-        if self.repeatable is not None and ride is not None:
-            ride(self.repeatable)
+        if self.repeatable is not None and hasattr(sampler.order, "ride"):
+            sampler.order.ride(self.repeatable)
         self.updates = self._built()
         self._starts = WeakTensorKeyDictionary()
 
@@ -353,11 +352,9 @@ class ElasticOptimizer(OptimizerProxy):
             # The step after this one is looked at: it begins an epoch, or does not.
             latest = max(dealt, account.global_step)
             first: int = 1 + max(self.replica.all_gather_object(latest))
-            self.replica.check_agreement(
-                "what change_batch_size is told",
-                {"batch size": batch_size},
-                "Decide from numbers that are equal on all, or on one replica.",
-            )
+            what, told = "what change_batch_size is told", {"batch size": batch_size}
+            remedy = "Decide from numbers that are equal on all, or on one replica."
+            self.replica.check_agreement(what, told, remedy)
             self.check_batch_size(batch_size, first)
             sampler.change_from(first, batch_size)
         return first
@@ -548,8 +545,7 @@ class ElasticOptimizer(OptimizerProxy):
         if self.updates.account.ended or is_late:
             made = self.updates.made
             return as_floats(made.lr if made else lrs, self.replica)
-        if self.rule.measured and self.noise is not None:
+        inputs = (batch_size / (self.ref_batchsize or 1),) * len(lrs)
+        if self.rule.measured:
             inputs = self.noise.lr_factors(batch_size)
-        else:
-            inputs = (batch_size / (self.ref_batchsize or 1),) * len(lrs)
         return tuple(lr * self.rule.lr_factor(each) for lr, each in zip(lrs, inputs))

@@ -88,13 +88,12 @@ class Course(Updates):
         if "sampler" in state:
             run.sampler.check_state(state["sampler"], allow_changes)
         if "sampler" in state and not allow_changes:  # another run may have others
-            check_same(
-                state["settings"],
-                self._settings(),
-                "the optimizer's state is of another run",
+            what = "the optimizer's state is of another run"
+            remedy = (
                 "Build the optimizer, and freeze its parameters, as they were; or pass "
-                "allow_changes=True, which takes the saved hyperparameters",
+                "allow_changes=True, which takes the saved hyperparameters"
             )
+            check_same(state["settings"], self._settings(), what, remedy)
         self.attached.check_state(state.get("schedules", []), allow_changes)
         if run.noise and state.get("noise"):
             run.noise.check_state(state["noise"])

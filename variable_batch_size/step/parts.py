@@ -203,11 +203,16 @@ class Weights(Part):
 
         Raises:
             TypeError, ValueError: It is missing; or is negative, infinite or NaN, as
-                far as that can be seen without a read.
+                far as that can be seen without a read; or the loss counts padding.
         """
         if self._run.sampler.schedule.pad_minibatches:
-            num_real = account.num_real_samples
-            self._check_samples_read(num_real)
+            was_read, self._was_read = self._was_read, False
+            num_real, size = account.num_real_samples, len(self._places)
+            if num_real < size and not was_read:
+                raise ValueError(
+                    f"{size - num_real} of {size} samples of this minibatch are "
+                    "padding: call (losses * optimizer.sample_weights).sum().backward()"
+                )
             weight = num_real if weight is None else weight
         if account.is_padding:
             weight = 0
@@ -228,16 +233,6 @@ class Weights(Part):
         self._was_read = True
         number = self._run.scalars.get("samples", float(num_real))
         return (self._places < number).to(number.dtype)
-
-    def _check_samples_read(self, num_real: int) -> None:
-        """Raises ValueError if this minibatch has padding that its loss counts."""
-        was_read, self._was_read = self._was_read, False
-        padding = len(self._places) - num_real
-        if padding and not was_read:
-            raise ValueError(
-                f"{padding} of {len(self._places)} samples of this minibatch are "
-                "padding: call (losses * optimizer.sample_weights).sum().backward()"
-            )
 
     def end_minibatch(self, weight: torch.Tensor | None) -> None:
         self._slot.add(weight)
