@@ -185,8 +185,9 @@ class ElasticOptimizer(OptimizerProxy):
         # alone.
         self.repeatable = run.sums if run.sums.keeps_buffers else None
         optimizer.repeatable = self.repeatable  # type: ignore[attr-defined]
-        if self.repeatable is not None and hasattr(sampler.order, "ride"):
-            sampler.order.ride(self.repeatable)
+        ride = getattr(sampler.order, "ride", None)
+        if self.repeatable is not None and ride is not None:
+            ride(self.repeatable)
         self.updates = self._built()
         self._starts = WeakTensorKeyDictionary()
 
@@ -251,10 +252,7 @@ class ElasticOptimizer(OptimizerProxy):
                 "step(weight=...) needs reduction='sum': build the optimizer with it, "
                 "and let the loss be the sum over tokens, not their mean"
             )
-        num_updates = self.updates.end_minibatch(weight)
-        if self.updates.account.idle:
-            num_updates += self._join_idle_steps()
-        return num_updates
+        return self.updates.end_minibatch(weight) + self._join_idle_steps()
 
     def join_step(self) -> int:
         """Takes part in a step in which this replica has no minibatch.
@@ -288,10 +286,9 @@ class ElasticOptimizer(OptimizerProxy):
     def _join_idle_steps(self) -> int:
         """Joins the steps that come next without a minibatch, unless in lockstep."""
         num_updates, account = 0, self.updates.account
-        num_optimizers = len(account.ledger.accounts)
         while account.idle and not self._run.lockstep:
             self._opt_called = True  # torch's schedulers look before their step
-            if num_optimizers > 1:
+            if (num_optimizers := len(account.ledger.accounts)) > 1:
                 raise ReplicaError(
                     f"this replica is idle in step {account.number}: build its "
                     f"{num_optimizers} optimizers with lockstep=True, call join_step()",
@@ -379,12 +376,11 @@ class ElasticOptimizer(OptimizerProxy):
         """
         if self.updates.ballots is not None:
             self.updates.ballots.check()
-        if self._run.sums.keeps_buffers:
-            return
-        num_seen = self.updates.num_seen
-        buffers.guess(model, num_seen, self._starts)
-        buffers.average_buffers(model, num_seen, self.replica, self._starts)
-        self.updates.num_seen = 0
+        if not self._run.sums.keeps_buffers:
+            num_seen = self.updates.num_seen
+            buffers.guess(model, num_seen, self._starts)
+            buffers.average_buffers(model, num_seen, self.replica, self._starts)
+            self.updates.num_seen = 0
 
     def follow_buffers(self, model: nn.Module) -> None:
         """Tells that the model's integer buffers are equal on all replicas now.
@@ -457,7 +453,8 @@ class ElasticOptimizer(OptimizerProxy):
         ``(losses * optimizer.sample_weights).sum()``, and `step` knows how many samples
         count. It is data on the device, not read and not compiled anew.
         """
-        account = self.updates.check_minibatch()
+        account = self.updates.account
+        account.check()
         assert self.updates.weights is not None
         return self.updates.weights.of_samples(account.num_real_samples)
 

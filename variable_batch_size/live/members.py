@@ -113,8 +113,8 @@ class LiveUpdates(Course):
     _is_lost = _has_state = _has_differed = _is_first = False
     _saver: Any = None  # once it has entered
     _update: Update | None = None  # whose functions run, while members meet
-    _last_met: tuple[Any, ...] = ()  # at which step, and with whom
-    _num_same = 0  # meetings of that kind, one after another
+    # The last meetings, as long as they were at one place, with the same members.
+    _same_meetings: tuple[Any, ...] = ()
     _problem = ""  # by which members met
 
     def enter(
@@ -293,14 +293,13 @@ class LiveUpdates(Course):
         Meetings after a silence do not count: members were paused, or their machine is
         too busy for their heartbeats.
         """
-        members, met = generation.members, (self._mark(), generation.members)
         if any(offer.was_silent for offer in generation.offers):
             return
-        self._num_same = self._num_same + 1 if met == self._last_met else 0
-        self._last_met = met
-        if self._num_same == _MOST_MEETINGS:
+        now = self._mark(), generation.members
+        self._same_meetings = *(m for m in self._same_meetings if m == now), now
+        if (number := len(self._same_meetings)) > _MOST_MEETINGS:
             raise ReplicaError(
-                f"{len(members)} members met {_MOST_MEETINGS + 1} times at one place: "
+                f"{len(generation.members)} members met {number} times at one place: "
                 f"a collective fails every time, the last one by: {self._problem}"
             )
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from variable_batch_size.step.run import Run
 from variable_batch_size.step.scaling import hyperparameters
-from variable_batch_size.step.together import refuse_waiting
 from variable_batch_size.step.update import Updates
 from xla_replica.common.differences import check_same
 
@@ -42,7 +41,7 @@ class Course(Updates):
 
         Raises ReplicaError where other replicas would not begin it too.
         """
-        refuse_waiting(self.account)
+        self.account.refuse_waiting()
         is_lost = self.account.begin(epoch)
         if is_lost is None:
             return

@@ -123,10 +123,8 @@ class Ballots(Part):
         that all make for this; the ballots differ in the first case.
         """
         self._cast({"trained": self._gradients.trained}, None)
-        others: list[torch.Tensor] = []
-        for part in self._parts.values():
-            own = part.tensors()
-            others += own if part is self else [torch.zeros_like(each) for each in own]
+        tensors = [each for part in self._parts.values() for each in part.tensors()]
+        others = [t if t is self._sums else torch.zeros_like(t) for t in tensors]
         self._gradients.sums.sum_zeros(others)
         self.look()
         self.check()
@@ -220,13 +218,12 @@ class Weights(Part):
             raise TypeError(
                 "step() with reduction='sum' needs weight=, the loss's number of tokens"
             )
-        if not isinstance(weight, torch.Tensor):
-            check_number("step: weight", weight, least=0)
-            return self._replica.scalar(weight, self._dtype)
-        weight = weight.detach().reshape(1)
-        if weight.is_cpu:
-            check_number("step: weight", 0 + weight.item(), least=0)  # also a bool
-        return weight.to(self._replica.device, self._dtype)
+        if isinstance(weight, torch.Tensor) and weight.is_cpu:
+            weight = 0 + weight.item()  # also of a bool
+        if isinstance(weight, torch.Tensor):
+            return weight.detach().reshape(1).to(self._replica.device, self._dtype)
+        check_number("step: weight", weight, least=0)
+        return self._replica.scalar(weight, self._dtype)
 
     def of_samples(self, num_real: int) -> torch.Tensor:
         """Returns ``(minibatch_size,)``: 1 for so many real samples, then 0."""
