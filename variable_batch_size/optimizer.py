@@ -252,10 +252,7 @@ class ElasticOptimizer(OptimizerProxy):
                 "step(weight=...) needs reduction='sum': build the optimizer with it, "
                 "and let the loss be the sum over tokens, not their mean"
             )
-        num_updates = self.updates.end_minibatch(weight)
-        if self.updates.account.idle:
-            num_updates += self._join_idle_steps()
-        return num_updates
+        return self.updates.end_minibatch(weight) + self._join_idle_steps()
 
     def join_step(self) -> int:
         """Takes part in a step in which this replica has no minibatch.
@@ -289,10 +286,9 @@ class ElasticOptimizer(OptimizerProxy):
     def _join_idle_steps(self) -> int:
         """Joins the steps that come next without a minibatch, unless in lockstep."""
         num_updates, account = 0, self.updates.account
-        num_optimizers = len(account.ledger.accounts)
         while account.idle and not self._run.lockstep:
             self._opt_called = True  # torch's schedulers look before their step
-            if num_optimizers > 1:
+            if (num_optimizers := len(account.ledger.accounts)) > 1:
                 raise ReplicaError(
                     f"this replica is idle in step {account.number}: build its "
                     f"{num_optimizers} optimizers with lockstep=True, call join_step()",
@@ -353,11 +349,9 @@ class ElasticOptimizer(OptimizerProxy):
             # The step after this one is looked at: it begins an epoch, or does not.
             latest = max(dealt, account.global_step)
             first: int = 1 + max(self.replica.all_gather_object(latest))
-            self.replica.check_agreement(
-                "what change_batch_size is told",
-                {"batch size": batch_size},
-                "Decide from numbers that are equal on all, or on one replica.",
-            )
+            what, told = "what change_batch_size is told", {"batch size": batch_size}
+            remedy = "Decide from numbers that are equal on all, or on one replica."
+            self.replica.check_agreement(what, told, remedy)
             self.check_batch_size(batch_size, first)
             sampler.change_from(first, batch_size)
         return first
@@ -382,12 +376,11 @@ class ElasticOptimizer(OptimizerProxy):
         """
         if self.updates.ballots is not None:
             self.updates.ballots.check()
-        if self._run.sums.keeps_buffers:
-            return
-        num_seen = self.updates.num_seen
-        buffers.guess(model, num_seen, self._starts)
-        buffers.average_buffers(model, num_seen, self.replica, self._starts)
-        self.updates.num_seen = 0
+        if not self._run.sums.keeps_buffers:
+            num_seen = self.updates.num_seen
+            buffers.guess(model, num_seen, self._starts)
+            buffers.average_buffers(model, num_seen, self.replica, self._starts)
+            self.updates.num_seen = 0
 
     def follow_buffers(self, model: nn.Module) -> None:
         """Tells that the model's integer buffers are equal on all replicas now.
@@ -460,7 +453,8 @@ class ElasticOptimizer(OptimizerProxy):
         ``(losses * optimizer.sample_weights).sum()``, and `step` knows how many samples
         count. It is data on the device, not read and not compiled anew.
         """
-        account = self.updates.check_minibatch()
+        account = self.updates.account
+        account.check()
         assert self.updates.weights is not None
         return self.updates.weights.of_samples(account.num_real_samples)
 
@@ -548,8 +542,7 @@ class ElasticOptimizer(OptimizerProxy):
         if self.updates.account.ended or is_late:
             made = self.updates.made
             return as_floats(made.lr if made else lrs, self.replica)
-        if self.rule.measured and self.noise is not None:
+        inputs = (batch_size / (self.ref_batchsize or 1),) * len(lrs)
+        if self.rule.measured:
             inputs = self.noise.lr_factors(batch_size)
-        else:
-            inputs = (batch_size / (self.ref_batchsize or 1),) * len(lrs)
         return tuple(lr * self.rule.lr_factor(each) for lr, each in zip(lrs, inputs))

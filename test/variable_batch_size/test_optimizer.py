@@ -23,7 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import variable_batch_size as vbs
 import xla_replica
 from variable_batch_size.data.schedule import OnEnd, Schedule
-from variable_batch_size.step.attached import UNITS, Unit
 from variable_batch_size.step.run import ElasticOptions, Run
 from xla_replica import ReplicaError
 
@@ -256,7 +255,6 @@ def test_the_wrappers_options_are_those_of_elastic_optimizer_and_their_rules():
         assert rest.annotation == "Unpack[ElasticOptions]"
     for on_end in typing.get_args(OnEnd):
         Schedule(vbs.Trace([2]), 4, 2, on_end)
-    assert set(typing.get_args(Unit)) == set(UNITS)
     # And of its rule alone.
     _, _, wrapper = make(cls=vbs.LinearRuleMomentumOptimizer, weight_decay=0.5)
     assert wrapper.param_groups[0]["weight_decay"] == 0.5

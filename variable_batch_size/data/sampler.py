@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,11 @@ logger = logging.getLogger(__name__)
 
 VERSION = 2  # of the state
 OrderProvider = Callable[[int], Sequence[int]] | Iterable[int] | LazyOrder
+
+
+def _of_ledger(name: str, doc: str) -> Any:
+    """Returns an attribute of a sampler that its ledger has; it cannot be assigned."""
+    return property(operator.attrgetter(f"ledger.{name}"), doc=doc)
 
 
 class CustomSampler(Sampler[list[int]]):
@@ -70,6 +76,15 @@ class CustomSampler(Sampler[list[int]]):
         TraceError: The trace is bad or does not fit the dataset and minibatch size.
         ValueError, TypeError: Another argument is out of range, or of the wrong type.
     """
+
+    schedule: Schedule = _of_ledger("schedule", "The trace, cut into epochs.")
+    rank: int = _of_ledger("rank", "The replica that it deals to.")
+    num_replicas: int = _of_ledger("num_replicas", "How many replicas share the steps.")
+    epoch: int = _of_ledger("epoch", "The epoch that iterating yields now.")
+    cursor: Cursor = _of_ledger("cursor", "The steps that are done, not prefetched.")
+    minibatch_size: int = _of_ledger("schedule.minibatch_size", "In samples.")
+    # An integer, or ``math.inf``.
+    num_epochs: float = _of_ledger("schedule.num_epochs", "Epochs that have a step.")
 
     def __init__(
         self,
@@ -122,44 +137,9 @@ class CustomSampler(Sampler[list[int]]):
         return f"CustomSampler({self.schedule.trace!r}, {self.fingerprint()}, {at})"
 
     @property
-    def schedule(self) -> Schedule:
-        """The trace, cut into epochs."""
-        return self.ledger.schedule
-
-    @property
-    def rank(self) -> int:
-        """The replica that it deals to."""
-        return self.ledger.rank
-
-    @property
-    def num_replicas(self) -> int:
-        """How many replicas share the steps."""
-        return self.ledger.num_replicas
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that iterating yields now."""
-        return self.ledger.epoch
-
-    @property
     def plan(self) -> EpochPlan:
-        """The plan of that epoch, from where a loaded state resumes it."""
+        """The plan of `epoch`, from where a loaded state resumes it."""
         return self.ledger.plan(self.ledger.epoch)
-
-    @property
-    def cursor(self) -> Cursor:
-        """Where the run is: the steps that are done, not what a loader prefetches."""
-        return self.ledger.cursor
-
-    @property
-    def minibatch_size(self) -> int:
-        """Samples in a minibatch."""
-        return self.schedule.minibatch_size
-
-    @property
-    def num_epochs(self) -> float:
-        """Epochs with at least one step: an integer, or ``math.inf``."""
-        return self.schedule.num_epochs
 
     def num_updates(self, num_epochs: int) -> int:
         """Returns how many updates so many epochs have, or those that the trace has."""
@@ -242,12 +222,9 @@ class CustomSampler(Sampler[list[int]]):
                 f"library reads {VERSION}: pass a state_dict(), got {sorted(state)}"
             )
         if not allow_changes:
-            check_same(
-                state["fingerprint"],
-                self.fingerprint(),
-                "the sampler's state is of another run",
-                "Restore it with the arguments it had, or pass allow_changes=True",
-            )
+            what = "the sampler's state is of another run"
+            remedy = "Restore it with the arguments it had, or pass allow_changes=True"
+            check_same(state["fingerprint"], self.fingerprint(), what, remedy)
         epoch, name = state["epoch"], f"the state's step of epoch {state['epoch']}"
         num_steps = len(self.schedule_of(state).steps(epoch))
         return Cursor(epoch, check_integer(name, state["step"], 0, num_steps))
@@ -329,8 +306,7 @@ class CustomSampler(Sampler[list[int]]):
         """Returns the epoch's permutation: ``(num_samples,)`` integers."""
         num_samples = self.schedule.num_samples
         if self.order is None:
-            generator = torch.Generator()
-            generator.manual_seed(self.seed + epoch)
+            generator = torch.Generator().manual_seed(self.seed + epoch)
             return torch.randperm(num_samples, generator=generator).numpy()
         order: Any = self.order(epoch) if callable(self.order) else self.order
         if not isinstance(order, (np.ndarray, torch.Tensor)):

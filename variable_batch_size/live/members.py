@@ -43,12 +43,11 @@ _MOST_MEETINGS = 5
 _NUM_SAMPLES = 3  # of a dataset, which are compared
 
 
-def _not_in(other: Generation, members: Generation | None) -> str:
+def _not_in(other: Generation, members: Generation) -> str:
     """Returns which of these members another generation lacks, for people."""
-    named = enumerate(zip(members.members, members.offers)) if members else ()
     return ", ".join(
         f"member {number} ({offer.name})"
-        for number, (member, offer) in named
+        for number, (member, offer) in enumerate(zip(members.members, members.offers))
         if member not in other.members
     )
 
@@ -113,9 +112,9 @@ class LiveUpdates(Course):
     # a generation's first.
     _is_lost = _has_state = _has_differed = _is_first = False
     _saver: Any = None  # once it has entered
-    _update: Update | None = None  # whose functions run
-    _last_met: tuple[Any, ...] = ()  # at which step, and with whom
-    _num_same = 0  # meetings of that kind, one after another
+    _update: Update | None = None  # whose functions run, while members meet
+    # The last meetings, as long as they were at one place, with the same members.
+    _same_meetings: tuple[Any, ...] = ()
     _problem = ""  # by which members met
 
     def enter(
@@ -146,10 +145,8 @@ class LiveUpdates(Course):
                 replica.rank,
             )
         self._begin, self._saver = begin, saver
-        replica.describe(
-            {name: repr(value) for name, value in settings.items()},
-            lambda: saver.newest() > self.account.global_step,
-        )
+        texts = {name: repr(value) for name, value in settings.items()}
+        replica.describe(texts, lambda: saver.newest() > self.account.global_step)
         super().enter(settings, modules, self._meet, saver)
 
     # --- verbs of an update ---------------------------------------------------------
@@ -180,11 +177,8 @@ class LiveUpdates(Course):
         """
         before = self.account.global_step
         super().begin_again()
-        if self._is_lost:
-            self._meet()
-            if self._update is not None:
-                update, self._update = self._update, None
-                self.after(update)
+        if self._is_lost and (update := self._meet()):
+            self.after(update)
         return self.account.global_step - before
 
     def after(self, update: Update) -> None:
@@ -201,9 +195,7 @@ class LiveUpdates(Course):
                 break
             except MemberLost as error:
                 self._note(error)
-            self._update = update
-            self._meet()
-            last, self._update = self._update, None
+            last = self._meet(update)
             if last is None:  # it was left behind, and has joined between two steps
                 return
             update = last
@@ -245,13 +237,22 @@ class LiveUpdates(Course):
 
     def _mark(self) -> tuple[int, ...]:
         """Returns how far this member has come; nothing without a state."""
-        if not self._has_state:
-            return ()
-        account = self.account
-        return account.global_step, self.attached.num_done, account.epoch
+        mark = self.account.global_step, self.attached.num_done, self.account.epoch
+        return mark if self._has_state else ()
 
-    def _meet(self, is_between: bool = False) -> None:
-        replica, since = self.run.replica, time.monotonic()
+    def _meet(
+        self, update: Update | None = None, is_between: bool = False
+    ) -> Update | None:
+        """Meets the other members, who go on from where one that is furthest is.
+
+        Args:
+            update: The update whose functions run, if any do.
+            is_between: Whether another function runs between two updates.
+
+        Returns:
+            The update whose functions are to run on, if any are.
+        """
+        replica, since, self._update = self.run.replica, time.monotonic(), update
         before = replica.met
         while True:
             is_between |= self._update is not None
@@ -272,12 +273,14 @@ class LiveUpdates(Course):
                 f"from step {self.account.global_step} on, with "
                 f"{'exact sums' if self.run.sums.is_exact else 'sums of floats'}"
             )
-            if gone := _not_in(generation, before):
+            if gone := _not_in(generation, before or generation):
                 text += f"; {gone} went {time.monotonic() - since:.2f} s ago"
-            if joined := _not_in(before, generation) if before else "":
+            if joined := _not_in(before or generation, generation):
                 text += f"; {joined} joined"
             logger.log(logging.WARNING if gone or joined else logging.INFO, text)
         self._saver.change_members(generation.number)
+        update, self._update = self._update, None
+        return update
 
     def _note(self, error: Exception) -> None:
         """Notes why members meet now."""
@@ -290,14 +293,13 @@ class LiveUpdates(Course):
         Meetings after a silence do not count: members were paused, or their machine is
         too busy for their heartbeats.
         """
-        members, met = generation.members, (self._mark(), generation.members)
         if any(offer.was_silent for offer in generation.offers):
             return
-        self._num_same = self._num_same + 1 if met == self._last_met else 0
-        self._last_met = met
-        if self._num_same == _MOST_MEETINGS:
+        now = self._mark(), generation.members
+        self._same_meetings = *(m for m in self._same_meetings if m == now), now
+        if (number := len(self._same_meetings)) > _MOST_MEETINGS:
             raise ReplicaError(
-                f"{len(members)} members met {_MOST_MEETINGS + 1} times at one place: "
+                f"{len(generation.members)} members met {number} times at one place: "
                 f"a collective fails every time, the last one by: {self._problem}"
             )
 

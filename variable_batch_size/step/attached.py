@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from variable_batch_size.data.account import Account
 from variable_batch_size.device_scalars import as_floats
@@ -84,13 +84,7 @@ def check_attach(account: Account) -> None:
         logger.warning(text)
 
 
-# How much of each unit one update is.
 Unit = Literal["updates", "samples", "epochs"]
-UNITS: dict[str, Callable[[Update], int]] = {
-    "updates": lambda update: 1,
-    "samples": lambda update: update.batch_size,
-    "epochs": lambda update: int(update.ends_epoch),
-}
 
 
 class Attached:
@@ -111,7 +105,7 @@ class Attached:
 
     def add(self, target: Any, unit: Unit, every: float) -> None:
         """Adds what `ElasticOptimizer.attach` was given; see there."""
-        check_choice("attach: unit", unit, UNITS)
+        check_choice("attach: unit", unit, get_args(Unit))
         check_number("attach: every", every, above=0)
         owner = getattr(target, "__self__", target)  # of a method
         is_scheduler = hasattr(target, "get_last_lr")
@@ -188,28 +182,38 @@ class Attached:
             getattr(owner, "drop_step", tuple)()
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Returns the states of the schedulers, in order."""
-        return [each.state_dict() for each in self._schedulers()]
+        """Returns how far each scheduler has counted, and its own state, in order."""
+        return [
+            {
+                "kind": type(each.scheduler).__name__,
+                "scheduler": each.scheduler.state_dict(),
+                **{name: getattr(each, name) for name in ("unit", "every", "done")},
+            }
+            for each in self._schedulers()
+        ]
 
     def check_state(self, states: list[dict[str, Any]], may_lack: bool) -> None:
         """Raises ValueError unless `load_state_dict` can take ``states``.
 
         ``may_lack``: Whether there may be fewer schedulers than were saved.
         """
-        schedulers = self._schedulers()
-        lacking = [state["kind"] for state in states[len(schedulers) :]]
+        attached = self.state_dict()
+        lacking = [state["kind"] for state in states[len(attached) :]]
         if lacking and not may_lack:
             raise ValueError(
                 f"the run that is loaded had {', '.join(lacking)} attached: attach the "
                 "same schedulers before, or load with allow_changes=True"
             )
-        for scheduler, state in zip(schedulers, states):
-            scheduler.check_state(state)
+        what, remedy = "a saved scheduler is another one", "Attach them as they were"
+        called = {name: f"its {name}" for name in ("kind", "unit", "every")}
+        for state, own in zip(states, attached):
+            check_same(state, own, what, remedy, called)
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         """Takes what `state_dict` returned; call it after `check_state`."""
-        for scheduler, state in zip(self._schedulers(), states):
-            scheduler.load_state_dict(state)
+        for each, state in zip(self._schedulers(), states):
+            each.scheduler.load_state_dict(state["scheduler"])
+            each.done = state["done"]
 
     def _schedulers(self) -> list[AttachedScheduler]:
         return [each for each in self.callbacks if isinstance(each, AttachedScheduler)]
@@ -221,7 +225,7 @@ class AttachedScheduler:
 
     Args:
         scheduler: A torch LR scheduler of the reference learning rate.
-        unit: A key of `UNITS`.
+        unit: What is counted.
         every: Units per step of the scheduler. With a fraction it may be stepped
             several times after one update.
     """
@@ -233,25 +237,7 @@ class AttachedScheduler:
 
     def __call__(self, update: Update) -> None:
         before = math.floor(self.done / self.every)
-        self.done += UNITS[self.unit](update)
+        size, ends = update.batch_size, update.ends_epoch
+        self.done += {"updates": 1, "samples": size, "epochs": ends}[self.unit]
         for _ in range(before, math.floor(self.done / self.every)):
             self.scheduler.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns how far it has counted, and the scheduler's own state."""
-        return {
-            "kind": type(self.scheduler).__name__,
-            "scheduler": self.scheduler.state_dict(),
-            **{n: getattr(self, n) for n in ("unit", "every", "done")},
-        }
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raises ValueError if the state is of another kind or unit of scheduler."""
-        what, remedy = "a saved scheduler is another one", "Attach them as they were"
-        called = {name: f"its {name}" for name in ("kind", "unit", "every")}
-        check_same(state, self.state_dict(), what, remedy, called)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` returned; call it after `check_state`."""
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.done = state["done"]

@@ -35,12 +35,6 @@ def check_run(run: Run) -> None:
             f"the sampler deals to replica {sampler.rank} of {sampler.num_replicas}, "
             f"but this is {replica}"
         )
-    _check_arguments(run)
-    check_groups(run, run.inner.param_groups)
-
-
-def _check_arguments(run: Run) -> None:
-    """Raises TypeError, or warns, unless rule, optimizer, sampler and loss fit."""
     inner, rule, is_mean = run.inner, run.rule, run.reduction == "mean"
     name, of_tokens = type(inner).__name__, run.ref_weight is not None
     is_sgd = isinstance(inner, SGD)
@@ -79,8 +73,9 @@ def _check_arguments(run: Run) -> None:
         warnings.warn(
             f"rule {rule.name!r} is derived for SGD; for {name}, whose step is "
             "normalised, noise calls for the square root: rule 'root', or 'adam-root'",
-            stacklevel=5,
+            stacklevel=4,
         )
+    check_groups(run, inner.param_groups)
 
 
 def check_groups(run: Run, groups: Groups, schedule: Schedule | None = None) -> None:

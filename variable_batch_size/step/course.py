@@ -8,7 +8,6 @@ from typing import Any
 
 from variable_batch_size.step.run import Run
 from variable_batch_size.step.scaling import hyperparameters
-from variable_batch_size.step.together import refuse_waiting
 from variable_batch_size.step.update import Updates
 from xla_replica.common.differences import check_same
 
@@ -42,7 +41,7 @@ class Course(Updates):
 
         Raises ReplicaError where other replicas would not begin it too.
         """
-        refuse_waiting(self.account)
+        self.account.refuse_waiting()
         is_lost = self.account.begin(epoch)
         if is_lost is None:
             return
@@ -88,13 +87,12 @@ class Course(Updates):
         if "sampler" in state:
             run.sampler.check_state(state["sampler"], allow_changes)
         if "sampler" in state and not allow_changes:  # another run may have others
-            check_same(
-                state["settings"],
-                self._settings(),
-                "the optimizer's state is of another run",
+            what = "the optimizer's state is of another run"
+            remedy = (
                 "Build the optimizer, and freeze its parameters, as they were; or pass "
-                "allow_changes=True, which takes the saved hyperparameters",
+                "allow_changes=True, which takes the saved hyperparameters"
             )
+            check_same(state["settings"], self._settings(), what, remedy)
         self.attached.check_state(state.get("schedules", []), allow_changes)
         if run.noise and state.get("noise"):
             run.noise.check_state(state["noise"])

@@ -123,10 +123,8 @@ class Ballots(Part):
         that all make for this; the ballots differ in the first case.
         """
         self._cast({"trained": self._gradients.trained}, None)
-        others: list[torch.Tensor] = []
-        for part in self._parts.values():
-            own = part.tensors()
-            others += own if part is self else [torch.zeros_like(each) for each in own]
+        tensors = [each for part in self._parts.values() for each in part.tensors()]
+        others = [t if t is self._sums else torch.zeros_like(t) for t in tensors]
         self._gradients.sums.sum_zeros(others)
         self.look()
         self.check()
@@ -203,11 +201,16 @@ class Weights(Part):
 
         Raises:
             TypeError, ValueError: It is missing; or is negative, infinite or NaN, as
-                far as that can be seen without a read.
+                far as that can be seen without a read; or the loss counts padding.
         """
         if self._run.sampler.schedule.pad_minibatches:
-            num_real = account.num_real_samples
-            self._check_samples_read(num_real)
+            was_read, self._was_read = self._was_read, False
+            num_real, size = account.num_real_samples, len(self._places)
+            if num_real < size and not was_read:
+                raise ValueError(
+                    f"{size - num_real} of {size} samples of this minibatch are "
+                    "padding: call (losses * optimizer.sample_weights).sum().backward()"
+                )
             weight = num_real if weight is None else weight
         if account.is_padding:
             weight = 0
@@ -215,29 +218,18 @@ class Weights(Part):
             raise TypeError(
                 "step() with reduction='sum' needs weight=, the loss's number of tokens"
             )
-        if not isinstance(weight, torch.Tensor):
-            check_number("step: weight", weight, least=0)
-            return self._replica.scalar(weight, self._dtype)
-        weight = weight.detach().reshape(1)
-        if weight.is_cpu:
-            check_number("step: weight", 0 + weight.item(), least=0)  # also a bool
-        return weight.to(self._replica.device, self._dtype)
+        if isinstance(weight, torch.Tensor) and weight.is_cpu:
+            weight = 0 + weight.item()  # also of a bool
+        if isinstance(weight, torch.Tensor):
+            return weight.detach().reshape(1).to(self._replica.device, self._dtype)
+        check_number("step: weight", weight, least=0)
+        return self._replica.scalar(weight, self._dtype)
 
     def of_samples(self, num_real: int) -> torch.Tensor:
         """Returns ``(minibatch_size,)``: 1 for so many real samples, then 0."""
         self._was_read = True
         number = self._run.scalars.get("samples", float(num_real))
         return (self._places < number).to(number.dtype)
-
-    def _check_samples_read(self, num_real: int) -> None:
-        """Raises ValueError if this minibatch has padding that its loss counts."""
-        was_read, self._was_read = self._was_read, False
-        padding = len(self._places) - num_real
-        if padding and not was_read:
-            raise ValueError(
-                f"{padding} of {len(self._places)} samples of this minibatch are "
-                "padding: call (losses * optimizer.sample_weights).sum().backward()"
-            )
 
     def end_minibatch(self, weight: torch.Tensor | None) -> None:
         self._slot.add(weight)

@@ -9,15 +9,6 @@ from __future__ import annotations
 from variable_batch_size.data.account import Account
 
 
-def refuse_waiting(account: Account) -> None:
-    """Raises ValueError if other optimizers have not ended the step yet."""
-    if account.is_waiting:
-        raise ValueError(
-            f"not all {len(account.ledger.accounts)} optimizers of this sampler have "
-            "ended the step: call step() of each, and del one that is not used any more"
-        )
-
-
 def update_together(own: Account) -> int:
     """Makes the updates of all optimizers of a sampler, when the last one comes here.
 

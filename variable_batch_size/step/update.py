@@ -22,7 +22,7 @@ from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.parts import Ballots, Weights, is_zero
 from variable_batch_size.step.run import Run
 from variable_batch_size.step.scaling import Scaling
-from variable_batch_size.step.together import refuse_waiting, update_together
+from variable_batch_size.step.together import update_together
 
 
 class RunAgain(Exception):
@@ -67,7 +67,10 @@ class Updates:
 
         ``weight`` is what the user gives to `ElasticOptimizer.step`.
         """
-        account, counted = self.check_minibatch(), None
+        account, counted = self.account, None
+        account.check()
+        if account.number == account.plan.start_step:
+            refuse_other_accumulation()
         if self.weights is not None:
             counted = self.weights.of_minibatch(weight, account)
         is_empty = weight is not None and is_zero(weight)
@@ -85,16 +88,6 @@ class Updates:
             return self.update() if is_alone else update_together(account)
         self.begin_minibatch()
         return 0
-
-    def check_minibatch(self) -> Account:
-        """Checks the minibatch that is trained next, and enters its epoch."""
-        account = self.account
-        if account.is_waiting:
-            refuse_waiting(account)
-        account.check()
-        if account.number == account.plan.start_step:
-            refuse_other_accumulation()
-        return account
 
     def begin_minibatch(self) -> None:
         """Prepares for the next backward pass."""
