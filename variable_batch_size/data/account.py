@@ -20,10 +20,8 @@ class Account(Standing):
 
     Attributes:
         owner: What makes its updates.
-        strict: Whether nothing may be read ahead, since it is lost if a step is rerun.
     """
 
-    strict = False
     owner: Any = None
 
     def __init__(self, ledger: Ledger, key: int) -> None:

@@ -26,11 +26,13 @@ class Standing:
             join the first steps if they are idle in them, or no replica is idle there.
         has_run: Whether this replica has trained a minibatch of the epoch.
         is_waiting: Whether it has ended a step that other optimizers have not.
+        strict: Whether nothing may be read ahead, since it is lost if a step is rerun,
+            and epochs are to be begun before their first backward pass.
     """
 
     plan: EpochPlan
     now: Step | None
-    announced = has_run = False
+    announced = has_run = strict = False
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -76,6 +78,11 @@ class Standing:
                 raise ValueError(
                     f"the optimizer is at step {self.number} of epoch {self.epoch} and "
                     f"the sampler at epoch {epoch}: call set_epoch on both"
+                )
+            if self.strict:
+                raise ValueError(
+                    f"epoch {epoch} was begun by the sampler alone: exact sums and "
+                    "live runs need optimizer.set_epoch(epoch) before its minibatches"
                 )
             self.announced = self.has_run = False
             self.go_to(epoch, self.ledger.plan(epoch).start_step)

@@ -230,6 +230,23 @@ def test_what_reads_ahead_by_itself_is_refused():
         exact.steps([model(torch.ones(4, 4)).sum()], optimizer, minibatches)
 
 
+def test_an_epoch_that_the_sampler_alone_begins_is_refused():
+    """Its first minibatch would be rounded as one of the epoch before."""
+    model = nn.Linear(4, 4)
+    optimizer, _ = exact.wrapped(model, trace=(4, 8), size=12)
+    optimizer.set_epoch(0)
+
+    def train(epoch: int) -> None:
+        optimizer.sampler.set_epoch(epoch)
+        for _ in optimizer.sampler:
+            model(torch.ones(4, 4)).sum().backward()
+            optimizer.step()
+
+    train(0)
+    with pytest.raises(ValueError, match=r"optimizer.set_epoch\(epoch\) before"):
+        train(1)
+
+
 def test_a_step_that_differs_when_it_is_run_again_is_an_error():
     model = nn.Linear(4, 4)
     losses = (scale * model(torch.ones(4, 4)).sum() for scale in (1.0, 1e3))
