@@ -71,12 +71,12 @@ LONGEST = (
 
 # Pages, examples, scripts and tools run alike whatever the runtime and the version of
 # torch, so the default run of the torch environment has them alone; but for those of
-# XLA, and for what pages show and runs on what is there.
+# XLA, and for what scripts for other packages become.
 RUN_ONCE = {Path(__file__).parent / name for name in (
     "docs", "examples", "tools", "test_architecture.py", "test_variable_train_mnist.py",
     "grab_xla/test_grab_sampler_parity.py",
 )}  # fmt: skip
-RUN_TWICE = ("test_page_blocks", "test_migration")
+RUN_TWICE = ("test_migration",)
 
 # A loaded machine now and then takes more than the default 200 ms for an example.
 hypothesis.settings.register_profile("loaded", deadline=None)

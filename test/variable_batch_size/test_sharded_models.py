@@ -95,8 +95,8 @@ Pairs = list[tuple[tuple[int, ...], int]]
 
 
 def all_on(num_replicas: int) -> Pairs:
-    """Returns all runs; beside torch_xla, with the oldest torch, the last three."""
-    return [((num_replicas,), n) for n in range(4 if HAS_XLA else 0, len(RUNS))]
+    """Returns all runs; beside torch_xla, with the oldest torch, the last two."""
+    return [((num_replicas,), n) for n in range(5 if HAS_XLA else 0, len(RUNS))]
 
 
 def outcomes(rank: int, pairs: Pairs) -> list[dict[str, Any]]:
@@ -104,7 +104,7 @@ def outcomes(rank: int, pairs: Pairs) -> list[dict[str, Any]]:
 
 
 def both(rank: int) -> tuple[list[dict[str, Any]], bool]:
-    return outcomes(rank, all_on(2)), misuses(rank)
+    return outcomes(rank, all_on(2)), HAS_XLA or misuses(rank)
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +207,7 @@ def jumps(rank: int) -> tuple[str, set[int]]:
     return found.digest, {*found.repeated}
 
 
+@of_torch_alone
 def test_exact_sums_of_shards_run_the_steps_again_that_those_of_whole_models_do():
     digest, repeated = jumps(0)
     assert {0, 3, 9} <= repeated
@@ -349,5 +350,6 @@ def misuses(rank: int) -> bool:
     return all(map(torch.equal, own, [p.to_local() for p in model.parameters()]))
 
 
+@of_torch_alone
 def test_what_would_be_wrong_is_an_error_and_copies_become_equal(two):
     assert [was_equal for _, was_equal in two] == [True, False]

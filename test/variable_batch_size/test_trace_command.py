@@ -10,6 +10,7 @@ import sys
 import pandas as pd
 import pytest
 from support.documents import blocks
+from support.xla_replica.replicas import of_torch_alone
 
 from variable_batch_size.command_line import COMMANDS, MEMBERS, main
 from variable_batch_size.traces.batch_trace import Trace
@@ -62,6 +63,7 @@ def examples(text: str) -> list[str]:
     return [line.strip() for line in lines if re.match(r" *vbs \w", line)]
 
 
+@of_torch_alone
 @pytest.mark.parametrize("page", PAGES, ids=" ".join)
 def test_help_explains_every_option_and_has_examples_that_run(page, vbs, capsys):
     with pytest.raises(SystemExit) as caught:

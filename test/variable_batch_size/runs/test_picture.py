@@ -117,6 +117,7 @@ def test_axes_are_logarithmic_where_that_is_legible(tmp_path, draw):
     assert panels["learning rate"].get_ylim()[0] == 0
 
 
+@of_torch_alone
 def test_runs_differ_in_colour_and_in_style_and_are_named(tmp_path, draw):
     """At 1200 pixels; every line has points in the picture."""
     logs = {}

@@ -214,6 +214,7 @@ def outcomes(request):
     return request.param.run(both_ways)
 
 
+@of_torch_alone
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_weights_are_those_without_overlap(outcomes, name):
     assert {outcome[name] for outcome in outcomes} == {(True, True, True)}
