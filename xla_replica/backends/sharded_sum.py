@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xla_replica.backends.gradient_sum import Begin, GradientSum, Pass
-from xla_replica.common.trees import Tensors
+from xla_replica.common.trees import Tensors, copy_parts_
 from xla_replica.device.gradients import accumulation_hook, weak_hook
 from xla_replica.device.sharded import is_sharded, local
 
@@ -277,10 +277,7 @@ class ShardedSum(GradientSum):
         self._begin_ready(begin)
         self.replica.together([wait for _, _, wait in self._begun])
         for own, flat, _ in self._begun:
-            parts = [self._part(p) for p in own]
-            sums = flat.split([part.numel() for part in parts])
-            for part, total in zip(parts, sums):
-                part.copy_(total.view(part.shape))
+            copy_parts_([self._part(p) for p in own], flat)
         self._forget_begun()
 
     def _part(self, parameter: nn.Parameter) -> torch.Tensor:
