@@ -180,10 +180,9 @@ class DistributedReplica(Replica):
         device = tensors[0].device
         if device.type == "xla":
             raise ReplicaError(
-                f"replica {self.rank}: a tensor on {device} was given to the "
-                f"{process_group()} process group, which would return it unsummed. "
-                "Start the job with xla_replica.launch(fn, device='xla'), or keep the "
-                "model on the CPU",
+                f"replica {self.rank}: the {process_group()} process group would "
+                f"return a tensor on {device} unsummed. Start the job with "
+                "launch(fn, device='xla'), or keep the model on the CPU",
                 self.rank,
             )
         try:

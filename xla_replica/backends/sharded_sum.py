@@ -145,12 +145,11 @@ class ShardedParameters:
         if parameter in self.units and fits and mesh.size() == self._num_replicas:
             return
         raise TypeError(
-            f"a parameter of shape {tuple(parameter.shape)} is a DTensor with "
-            f"placements {parameter.placements} on {mesh}, and this job has "
-            f"{self._num_replicas} replicas: call torch.distributed.fsdp.fully_shard "
-            "on the model, with a mesh of one dimension, or of two (replicas of "
-            "shards), that covers all processes. "
-            "Tensor and pipeline parallelism are not supported"
+            f"a parameter of shape {tuple(parameter.shape)} has placements "
+            f"{parameter.placements} on {mesh}, and this job has {self._num_replicas} "
+            "replicas: call fully_shard with a mesh that covers all processes, of one "
+            "dimension, or of two (replicas of shards). Tensor and pipeline "
+            "parallelism are not supported"
         )
 
 
@@ -302,9 +301,8 @@ class ShardedSum(GradientSum):
         if sharded and not self._reduced:
             raise ValueError(
                 "FSDP2 has not summed the gradients of this step in its last backward "
-                "pass: call optimizer.set_epoch(epoch) before every epoch, by which "
-                "the wrapper knows which pass is the last, and step() after every "
-                "backward()"
+                "pass: call optimizer.set_epoch(epoch) before every epoch, and step() "
+                "after every backward()"
             )
         for parameter in self._reduced:
             if self._shards.places[parameter].whole is None:
