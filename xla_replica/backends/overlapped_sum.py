@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from xla_replica.backends.gradient_sum import GradientSum, Pass, divide_
-from xla_replica.common.trees import Tensors, copy_parts_
+from xla_replica.common.trees import Tensors
 from xla_replica.device.device_traits import traits
 from xla_replica.device.gradients import AccumulationNote, weak_hook
 
@@ -333,7 +333,9 @@ class OverlappedSum(BucketedSum):
                     # While the next sums are under way.
                     divide_([bucket.numbers], divisor)
             if tail is not None:
-                copy_parts_(others, tail)
+                parts = tail.split([other.numel() for other in others])
+                parts = [part.view_as(other) for other, part in zip(others, parts)]
+                torch._foreach_copy_(others, parts)
         if self._once is None and self._appeared:
             self._once = set(self._appeared.values()) == {1}
         if not self._has_order:

@@ -58,8 +58,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def copy_parts_(tensors: Tensors, flat: torch.Tensor) -> None:
     """Copies into tensors what a flat one holds, one after another."""
     parts = flat.split([tensor.numel() for tensor in tensors])
-    parts = [part.view_as(tensor) for tensor, part in zip(tensors, parts)]
-    torch._foreach_copy_(tensors, parts)
+    for tensor, part in zip(tensors, parts):
+        tensor.copy_(part.view_as(tensor))
 
 
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
