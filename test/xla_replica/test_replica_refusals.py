@@ -5,7 +5,7 @@ import torch
 
 import xla_replica
 from xla_replica import DeviceTraits, LocalReplica, launch, request_stop
-from xla_replica.members.entering import as_member
+from xla_replica.members.member_replica import as_member
 
 LOCAL, META, TRAITS = LocalReplica("cpu"), torch.device("meta"), DeviceTraits()
 CATCH = xla_replica.catch_signals

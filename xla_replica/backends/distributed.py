@@ -17,7 +17,7 @@ from torch._utils import _take_tensors
 from xla_replica.backends.local import default_device, in_use
 from xla_replica.backends.replica import Replica
 from xla_replica.backends.sharded_sum import ShardedParameters, living
-from xla_replica.common.trees import Tensors
+from xla_replica.common.trees import Tensors, copy_parts_
 from xla_replica.device.sharded import is_sharded, local
 from xla_replica.errors import ReplicaError
 
@@ -110,9 +110,7 @@ class DistributedReplica(Replica):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
             with self._named("all_reduce_", bucket):
                 torch.distributed.all_reduce(flat)
-            parts = flat.split([tensor.numel() for tensor in bucket])
-            for tensor, part in zip(bucket, parts):
-                tensor.copy_(part.view_as(tensor))
+            copy_parts_(bucket, flat)
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
         with self._named("all_reduce_", [tensor]):
@@ -182,10 +180,9 @@ class DistributedReplica(Replica):
         device = tensors[0].device
         if device.type == "xla":
             raise ReplicaError(
-                f"replica {self.rank}: a tensor on {device} was given to the "
-                f"{process_group()} process group, which would return it unsummed. "
-                "Start the job with xla_replica.launch(fn, device='xla'), or keep the "
-                "model on the CPU",
+                f"replica {self.rank}: the {process_group()} process group would "
+                f"return a tensor on {device} unsummed. Start the job with "
+                "launch(fn, device='xla'), or keep the model on the CPU",
                 self.rank,
             )
         try:

@@ -298,10 +298,9 @@ class ShardedExactSum(ShardedSum):
         """Raises ValueError unless what FSDP2 has summed fits these parameters."""
         if not fits:
             raise ValueError(
-                "exact=: a module that fully_shard was called on has gradients of "
-                "parameters that this optimizer does not train: give all of them to "
-                "one optimizer, and change requires_grad in an attached function, or "
-                "between epochs"
+                "exact=: a module that fully_shard was called on has gradients that "
+                "this optimizer does not use: give all of them to one optimizer, and "
+                "change requires_grad in an attached function, or between epochs"
             )
 
     def end_minibatch(self) -> None:

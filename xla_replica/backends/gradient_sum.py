@@ -97,12 +97,10 @@ class GradientSum:
 
     def has_begun(self, parameter: nn.Parameter) -> bool:
         """Returns whether the parameter's gradient is being summed already."""
-        del parameter
         return False
 
     def accumulates_elsewhere(self, parameter: nn.Parameter) -> bool:
         """Returns whether a gradient is accumulated elsewhere than in ``.grad``."""
-        del parameter
         return False
 
     def sum_(self, others: Tensors, divisor: int | torch.Tensor | None) -> None:

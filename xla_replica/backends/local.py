@@ -25,9 +25,6 @@ class LocalReplica(Replica):
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone().unsqueeze(0)
 
-    def barrier(self) -> None:
-        self.wait()
-
 
 def default_device() -> torch.device:
     """Returns torch's accelerator (a CUDA GPU, a TPU under TorchTPU), else the CPU.

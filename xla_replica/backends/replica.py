@@ -12,16 +12,17 @@ import abc
 import functools
 import math
 import numbers
+import pickle
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from xla_replica.backends.gradient_sum import Begin, GradientSum
-from xla_replica.backends.objects import check_equal, gather_objects
 from xla_replica.backends.overlapped_sum import OverlappedSum
 from xla_replica.backends.sharded_sum import Hook, ShardedSum, num_copies
 from xla_replica.common.arguments import check_integer
@@ -33,6 +34,10 @@ from xla_replica.device.placing import move_with_ties
 from xla_replica.device.seeding import check_seed, generator_of, seeded
 from xla_replica.device.sharded import is_sharded, local
 from xla_replica.device.sharded_files import read_parts, write_parts
+from xla_replica.errors import ReplicaError
+
+# What `Replica.all_gather_object` sends at first; longer values take a second round.
+_FIRST_BYTES = 1024
 
 
 class Replica(abc.ABC):
@@ -303,7 +308,7 @@ class Replica(abc.ABC):
     def barrier(self) -> None:
         """Returns once every replica has called it and its device is idle."""
         # Some groups' own barrier does nothing.
-        self.fetch([self.all_gather(self.scalar(1.0))])
+        self.all_reduce_([self.scalar(1.0)])
         self.wait()
 
     def sync(self) -> None:  # noqa: B027 (nothing to do is right where nothing is lazy)
@@ -353,7 +358,22 @@ class Replica(abc.ABC):
         single replica has nothing to transfer. For settings, names and small states
         that can be pickled, with tensors on the CPU, not for the tensors of a step.
         """
-        return gather_objects(self, value)
+        own = pickle.dumps(value)
+        if self.num_replicas == 1:
+            return [pickle.loads(own)]
+        self.sync()
+        width = _FIRST_BYTES
+        while True:
+            words = np.empty(1 + width // 4, np.int32)  # the length, and so many bytes
+            words[0] = len(own)
+            words[1:] = np.frombuffer(own[:width].ljust(width, b"\0"), np.int32)
+            [rows] = self.fetch([self.all_gather(self.send(torch.from_numpy(words)))])
+            longest = int(rows[:, 0].max())
+            if longest <= width:
+                # What follows the end of a pickle is not read.
+                return [pickle.loads(row[1:].tobytes()) for row in rows.numpy()]
+            # A power of two, so that few programs are compiled.
+            width = 1 << (longest - 1).bit_length()
 
     def gather_at_rest(self, value: Any) -> list[Any]:
         """Returns what `all_gather_object` does, for replicas that save or stop.
@@ -378,7 +398,22 @@ class Replica(abc.ABC):
         Raises:
             ReplicaError: Replicas differ; on every replica, with the ranks.
         """
-        check_equal(self, what, value, remedy)
+        if self.num_replicas == 1:
+            return
+        values = self.all_gather_object(value)
+        others = [rank for rank, other in enumerate(values) if other != values[0]]
+        if others:
+            mine, theirs = values[0], values[others[0]]
+            if isinstance(mine, dict) and isinstance(theirs, dict):
+                names = [n for n in mine | theirs if mine.get(n) != theirs.get(n)]
+                mine, theirs = ({n: v.get(n) for n in names} for v in (mine, theirs))
+            ranks = ", ".join(map(str, others[:8])) + ", ..." * (len(others) > 8)
+            raise ReplicaError(
+                f"replicas disagree about {what}: replica 0 has {mine!r}, replica "
+                f"{others[0]} has {theirs!r}, and {len(others)} of "
+                f"{self.num_replicas} differ from replica 0 (rank {ranks}). {remedy}",
+                others[0],
+            )
 
     def check_parameters(self, parameters: Tensors) -> None:  # noqa: B027
         """Raises TypeError if something else sums these parameters' gradients already.
@@ -430,16 +465,11 @@ class Replica(abc.ABC):
         1-D uint8 on the CPU, of a length that depends on the kind of device. Call it on
         every replica, because it cuts the lazy graph, and every cut moves the state.
         """
-        if self.is_host:
-            return torch.get_rng_state()
         return generator_of(self.device).get_state().cpu()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Restores what `rng_state` returned on a device of this kind."""
-        if self.is_host:
-            torch.set_rng_state(state.cpu())
-        else:
-            generator_of(self.device).set_state(state.cpu())
+        generator_of(self.device).set_state(state.cpu())
 
     def seeded(self, seed: int) -> AbstractContextManager[None]:
         """Returns a context in which draws on the CPU are the same on every replica.

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xla_replica.backends.gradient_sum import Begin, GradientSum, Pass
-from xla_replica.common.trees import Tensors
+from xla_replica.common.trees import Tensors, copy_parts_
 from xla_replica.device.gradients import accumulation_hook, weak_hook
 from xla_replica.device.sharded import is_sharded, local
 
@@ -145,12 +145,11 @@ class ShardedParameters:
         if parameter in self.units and fits and mesh.size() == self._num_replicas:
             return
         raise TypeError(
-            f"a parameter of shape {tuple(parameter.shape)} is a DTensor with "
-            f"placements {parameter.placements} on {mesh}, and this job has "
-            f"{self._num_replicas} replicas: call torch.distributed.fsdp.fully_shard "
-            "on the model, with a mesh of one dimension, or of two (replicas of "
-            "shards), that covers all processes. "
-            "Tensor and pipeline parallelism are not supported"
+            f"a parameter of shape {tuple(parameter.shape)} has placements "
+            f"{parameter.placements} on {mesh}, and this job has {self._num_replicas} "
+            "replicas: call fully_shard with a mesh that covers all processes, of one "
+            "dimension, or of two (replicas of shards). Tensor and pipeline "
+            "parallelism are not supported"
         )
 
 
@@ -277,10 +276,7 @@ class ShardedSum(GradientSum):
         self._begin_ready(begin)
         self.replica.together([wait for _, _, wait in self._begun])
         for own, flat, _ in self._begun:
-            parts = [self._part(p) for p in own]
-            sums = flat.split([part.numel() for part in parts])
-            for part, total in zip(parts, sums):
-                part.copy_(total.view(part.shape))
+            copy_parts_([self._part(p) for p in own], flat)
         self._forget_begun()
 
     def _part(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -305,9 +301,8 @@ class ShardedSum(GradientSum):
         if sharded and not self._reduced:
             raise ValueError(
                 "FSDP2 has not summed the gradients of this step in its last backward "
-                "pass: call optimizer.set_epoch(epoch) before every epoch, by which "
-                "the wrapper knows which pass is the last, and step() after every "
-                "backward()"
+                "pass: call optimizer.set_epoch(epoch) before every epoch, and step() "
+                "after every backward()"
             )
         for parameter in self._reduced:
             if self._shards.places[parameter].whole is None:

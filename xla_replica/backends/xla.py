@@ -96,10 +96,6 @@ class XlaReplica(Replica):
         for tensor, value in zip(tensors, chosen):
             tensor.copy_(value)
 
-    def barrier(self) -> None:
-        self.all_reduce_([self.scalar(1.0)])
-        self.wait()
-
     def sync(self) -> None:
         self._torch_xla.sync()
 

@@ -55,6 +55,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else []
 
 
+def copy_parts_(tensors: Tensors, flat: torch.Tensor) -> None:
+    """Copies into tensors what a flat one holds, one after another."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts):
+        tensor.copy_(part.view_as(tensor))
+
+
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yields what `tensors_in` returns, each with the keys and places that lead to it.
 

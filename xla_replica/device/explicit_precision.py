@@ -31,7 +31,6 @@ class HighestProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        del types
         if kwargs or func not in _PRODUCTS or not all(map(_is_float32, args)):
             return func(*args, **(kwargs or {}))
         if torch.is_grad_enabled() and any(each.requires_grad for each in args):

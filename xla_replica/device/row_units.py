@@ -364,7 +364,6 @@ class FloatUnits:
 
     def total(self, name: str, like: torch.Tensor) -> FloatTotal:
         """Returns a sum of tensors of the shape and device of ``like``."""
-        del name
         return FloatTotal(like, self._is_lazy)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from xla_replica.common.arguments import check_integer
+from xla_replica.device.device_traits import traits
 
 # All threads of the process share the CPU generator.
 _turn: Any = threading.RLock()
@@ -95,14 +96,13 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """Returns the generator of an accelerator, which draws on the device.
+    """Returns the generator of what is drawn on a device, without torch_xla's.
 
     Not by the module's ``get_rng_state``, which TorchTPU keeps to torch itself.
     """
-    torch.empty(0, device=device)  # a GPU has none before it is first used
-    index = device.index
-    if index is None:
-        index = torch.accelerator.current_device_index()
-    found = torch.get_device_module(device).default_generators
-    generators: Sequence[torch.Generator] = found
-    return generators[index]
+    if traits(device).is_host:
+        return torch.default_generator
+    used = torch.empty(0, device=device).device  # a GPU has none before, and an index
+    generators: Sequence[torch.Generator]
+    generators = torch.get_device_module(device).default_generators
+    return generators[used.index]

@@ -203,7 +203,6 @@ class _CallGuard(TorchFunctionMode):
         self._emulator, self._rank = emulator, rank
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        del types
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # a graph fetches nothing
             return func(*args, **kwargs)

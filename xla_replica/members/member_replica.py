@@ -24,13 +24,13 @@ from torch._utils import _take_tensors
 from xla_replica.backends.distributed import BUCKET_BYTES
 from xla_replica.backends.gradient_sum import Begin
 from xla_replica.backends.replica import Replica, listed
-from xla_replica.common.trees import NamedTensors, Tensors, map_tensors
+from xla_replica.common.trees import NamedTensors, Tensors, copy_parts_, map_tensors
 from xla_replica.device.sharded import joined_parts, parts_of
 from xla_replica.errors import MemberLost, ReplicaError, Stopped
 from xla_replica.loader_workers import watch_parents
 from xla_replica.members.generation import Generation
 from xla_replica.members.host_group import Slice, connect, send_state, store_at
-from xla_replica.members.membership import DEFAULTS, LiveOptions, Membership, in_thread
+from xla_replica.members.membership import LiveOptions, Membership, in_thread
 from xla_replica.members.state_pieces import Pieces, as_bytes, deliver, deliveries
 
 logger = logging.getLogger(__name__)
@@ -71,10 +71,7 @@ class MemberReplica(Replica):
     is_live = True
 
     def __init__(
-        self,
-        inner: Replica,
-        membership: Membership | None,
-        options: LiveOptions = DEFAULTS,
+        self, inner: Replica, membership: Membership | None, options: LiveOptions
     ) -> None:
         reason = f"of a member of a live run; {inner.reason}"
         super().__init__(inner.rank, inner.num_replicas, inner.device, reason)
@@ -359,9 +356,7 @@ class MemberReplica(Replica):
             for own, sent in zip(*buckets):
                 flat = torch.cat([tensor.detach().reshape(-1) for tensor in sent])
                 self._sum_over_members("all_reduce_", flat)
-                parts = self.send(flat).split([tensor.numel() for tensor in own])
-                for tensor, part in zip(own, parts):
-                    tensor.copy_(part.view_as(tensor))
+                copy_parts_(own, self.send(flat))
 
     def sums_parts(self) -> Begin:
         if not self.is_host:
@@ -483,3 +478,24 @@ def _ends_soon(work: Any) -> bool:
         return work.wait(timedelta(seconds=_LOOK_SECONDS))
     except RuntimeError:  # or it has only not ended yet
         return work.is_completed() and work.wait()
+
+
+def as_member(replica: Replica) -> Replica:
+    """Returns a replica as one of a member, if this process belongs to one.
+
+    Collective over the replicas that sum without other members.
+    """
+    address = os.environ.get("LIVE_LIGHTHOUSE")
+    if address is None or replica.is_live:
+        return replica
+    joined = sorted(name for name in os.environ if name.startswith("MEGASCALE_"))
+    if joined:
+        raise ReplicaError(
+            f"{', '.join(joined)} join this slice with others in one runtime, and "
+            "LIVE_LIGHTHOUSE makes it a member of a live run: unset one or the other",
+            replica.rank,
+        )
+    options, membership = LiveOptions.of_environment(), None
+    if replica.rank == 0:
+        membership = Membership(address, options, replica.num_replicas)
+    return MemberReplica(replica, membership, options)

@@ -42,7 +42,7 @@ from xla_replica.common.files import unfinished_name, write_whole
 from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError, Stopped
 from xla_replica.loader_workers import blocked, check_workers
-from xla_replica.members.entering import as_member
+from xla_replica.members.member_replica import as_member
 from xla_replica.stopping import SIGNALS, forwarding, listening
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import torch
 from xla_replica.backends.local import LocalReplica
 from xla_replica.backends.registry import found_replica, register_backend
 from xla_replica.backends.replica import Replica
-from xla_replica.members.entering import as_member
+from xla_replica.members.member_replica import as_member
 from xla_replica.starting import xla  # noqa: F401  its row first: the last is asked
 
 _found: dict[torch.device, Replica] = {}  # the same one, whichever thread asks

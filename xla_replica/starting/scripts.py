@@ -73,7 +73,6 @@ def _call_without_rank(rank: int, call: Callable[[], Any]) -> Any:
 
     A script exits with ``sys.exit(0)`` of its replicas.
     """
-    del rank
     try:
         return call()
     except SystemExit as exited:

@@ -145,7 +145,9 @@ def test_an_interface_chooses_the_address_and_is_refused_by_name_if_there_is_non
 def of_two(was_silent: bool = False, has_lost: bool = False) -> MemberReplica:
     """Returns a member that has met another one."""
     told = {"store_address": "", "was_silent": was_silent, "has_lost": has_lost}
-    replica = MemberReplica(xla_replica.LocalReplica("cpu"), SimpleNamespace(**told))
+    replica = MemberReplica(
+        xla_replica.LocalReplica("cpu"), SimpleNamespace(**told), LiveOptions()
+    )
     replica.met = SimpleNamespace(members="AB")
     return replica
 

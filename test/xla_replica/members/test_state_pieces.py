@@ -13,6 +13,7 @@ import xla_replica
 from xla_replica.common.trees import map_tensors, tensors_in
 from xla_replica.members import host_group, state_pieces
 from xla_replica.members.member_replica import MemberReplica
+from xla_replica.members.membership import LiveOptions
 from xla_replica.members.state_pieces import Pieces, deliveries
 
 pytestmark = of_torch_alone
@@ -59,7 +60,7 @@ def connected(number: int) -> list[MemberReplica]:
     members = []
     for member in range(number):
         inner = xla_replica.LocalReplica("cpu")
-        replica = MemberReplica(inner, SimpleNamespace(**told))
+        replica = MemberReplica(inner, SimpleNamespace(**told), LiveOptions())
         replica.met, replica.member = SimpleNamespace(members=[*range(number)]), member
         members.append(replica)
 
