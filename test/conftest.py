@@ -86,10 +86,12 @@ hypothesis.settings.load_profile("loaded")
 def pytest_xdist_auto_num_workers() -> int:
     """Returns two for each core: half of their time tests wait for other processes.
 
-    A worker and what it starts take up to 2 GB.
+    Beside torch_xla it is one more than there are cores, which compiling keeps busy. A
+    worker and what it starts take up to 2 GB.
     """
+    cores = os.cpu_count() or 1
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(2 * (os.cpu_count() or 1), memory // 2**31))
+    return max(1, min(cores + 1 if HAS_XLA else 2 * cores, memory // 2**31))
 
 
 class NamedAtOnce:

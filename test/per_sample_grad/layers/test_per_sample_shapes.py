@@ -262,7 +262,8 @@ def test_drawn_layers_equal_the_loop(kind, number):
     def check(case, batch, dtype, method, budget, layout, seed):
         model, inputs = case.make(dtype, batch, seed)
         truth = case.oracle(model, inputs)
-        tolerance = max(TOLERANCES[dtype], 2 * lost(case, model, inputs, truth))
+        # What is left where all cancels, as over a single key, is rounding alone.
+        tolerance = max(TOLERANCES[dtype], 8 * lost(case, model, inputs, truth))
         laid_out = tuple(LAYOUTS[layout](x) for x in inputs)
         options = {"method": method, "budget": budget, **case.options}
         recorded, losses = captured(model, case.loss, *laid_out, **options)

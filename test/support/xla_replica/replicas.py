@@ -73,11 +73,11 @@ MARKS = {
 def row(device: str, num_replicas: int, slow: bool = False):
     """Returns a backend as a parameter of a test, with ``slow`` for slow runs only.
 
-    More than two processes on gloo are a matter of torch alone: beside torch_xla they
-    are slow, as the default run of the torch environment has them.
+    Processes on gloo are a matter of torch alone: beside torch_xla they are slow, as
+    the default run of the torch environment has them.
     """
     marks = [*MARKS[device], *([pytest.mark.slow] if slow else [])]
-    if device == "cpu" and num_replicas > 2:
+    if device == "cpu" and num_replicas > 1:
         marks += [of_torch_alone]
     name = "gloo" if device == "cpu" and num_replicas > 1 else device
     backend = Backend(device, num_replicas)

@@ -34,6 +34,7 @@ pytestmark = jobs.needs_lighthouse
 SLOW = pytest.mark.slow
 
 
+@of_torch_alone
 def test_members_leave_stop_and_join(tmp_path):
     with live(tmp_path, *words(5, 0.04), min_members=2) as job:
         first, second = started(job, 2)

@@ -211,7 +211,6 @@ def test_a_paused_member_passes_over_the_epochs_that_another_one_has_trained(tmp
 
 
 @of_torch_alone
-@of_torch_alone
 @pytest.mark.parametrize("has_space", [True, False])
 @pytest.mark.parametrize("how", [(), ("--save-last",)])
 def test_the_last_checkpoint_is_there_whoever_dies_writing_it(how, has_space, tmp_path):
