@@ -223,9 +223,9 @@ def main() -> None:
         "--substeps", type=int, nargs="+", default=[1, 2],
         help="minibatches of a step on each replica (default: 1 2)",
     )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="three turns")
+    parser.add_argument("--quick", action="store_true", help="two turns")
     options = parser.parse_args()
-    rows, num_turns = [], 3 if options.quick else options.turns
+    rows, num_turns = [], 2 if options.quick else options.turns
     cases = [(name, count) for name in options.models for count in options.substeps]
     for name, substeps in tqdm(cases, desc="models", disable=None):
         found, of = measured(name, substeps, num_turns), f"{name}, {substeps} a step"
