@@ -2,7 +2,6 @@
 
 import tempfile
 from collections import Counter
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -45,17 +44,16 @@ class Collectives(TorchDispatchMode):
 def counted(rank: int, mesh: tuple[int, ...], *kinds: str) -> list[list[Counter]]:
     """Returns what a step sends, for each kind and number of minibatches."""
     torch.set_num_threads(1)
-    with Collectives() as collectives:
+    with Collectives() as seen:
         for name in ("allreduce", "allgather", "broadcast"):
             method = getattr(dist.ProcessGroupGloo, name)  # members call it themselves
 
             def noted(*args: Any, name: str = name, method: Any = method) -> Any:
-                collectives.note(name, args)
+                seen.note(name, args)
                 return method(*args)
 
             mock.patch.object(dist.ProcessGroupGloo, name, noted).start()
-        run = partial(step, collectives.sent, mesh)
-        return [[run(kind, num) for num in SUBSTEPS] for kind in kinds]
+        return [[step(seen.sent, mesh, kind, n) for n in SUBSTEPS] for kind in kinds]
 
 
 def step(sent: Counter, mesh: tuple[int, ...], kind: str, num_substeps: int) -> Counter:
