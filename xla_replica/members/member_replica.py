@@ -9,7 +9,6 @@ import ctypes
 import gc
 import itertools
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -405,16 +404,7 @@ class MemberReplica(Replica):
         self._lead("barrier", methodcaller("allreduce", [torch.zeros(1)], options))
 
     def all_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the largest numbers; those that are not finite count as infinite."""
-        [value] = self.fetch([tensor.detach().contiguous()])
-        value = value.nan_to_num(math.inf, math.inf, -math.inf)
-        own = self._slice.gather(as_bytes(value)).contiguous().view(value.dtype)
-        largest = own.amax(0)
-        if largest.numel():
-            of = torch.distributed.ReduceOp.MAX
-            self._lead("all_max", methodcaller("allreduce", [largest], of))
-            self._slice.tell(largest)
-        return self.send(largest.view(value.shape))
+        return self.send(self._rows("all_max", tensor).amax(0))
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.num_replicas == 1:
