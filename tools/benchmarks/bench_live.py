@@ -94,11 +94,14 @@ class Turns:
         folder: Where the turn of number n begins when ``turn-n`` is there.
         number: That of this pair's first turn, its place in `PAIRS`.
         num_updates: How many each pair makes.
+        num_pairs: How many take turns.
     """
 
-    def __init__(self, folder: Path, number: int, num_updates: int) -> None:
+    def __init__(
+        self, folder: Path, number: int, num_updates: int, num_pairs: int = len(PAIRS)
+    ) -> None:
         self._folder, self._number = folder, number
-        self._num_updates = num_updates
+        self._num_updates, self._num_pairs = num_updates, num_pairs
         self.seconds: Times = []  # of each turn, without its first update
         (folder / f"ready-{os.getpid()}").touch()
         self.wait()
@@ -119,19 +122,28 @@ class Turns:
         if place == 0:
             self.seconds.append(time.perf_counter() - self._began)
             (self._folder / f"turn-{self._number + 1}").touch()
-            self._number += len(PAIRS)
+            self._number += self._num_pairs
             if step + 1 < self._num_updates:
                 self.wait()
 
 
 class Loop:
-    """A model, the same in every process, and the loss of its minibatch."""
+    """A model, the same in every process, and the loss of its minibatch.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: That of the model.
+        shard: Shards it, if there is a function.
+    """
+
+    def __init__(
+        self, name: str, shard: Callable[[nn.Module], None] | None = None
+    ) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         build, draw = MODELS[name]
         self.model, self._inputs = build(), draw()
+        if shard is not None:
+            shard(self.model)
         self.inner = torch.optim.AdamW(self.model.parameters())
 
     def backward(self, model: nn.Module) -> None:
@@ -140,19 +152,22 @@ class Loop:
 
 
 def train_by_hand(
-    model: DistributedDataParallel, optimizer: Any, loop: Loop, substeps: int,
-    num_updates: int, turns: Turns,
-) -> Times:  # fmt: skip
-    """Trains with a module that sums gradients in the last minibatch of a step."""
+    model: nn.Module, optimizer: Any, loop: Loop, substeps: int, num_updates: int,
+    turns: Any,
+) -> None:  # fmt: skip
+    """Trains with a module that sums gradients in the last minibatch of a step.
+
+    Or in all of them, without a method ``no_sync``.
+    """
+    no_sync = getattr(model, "no_sync", contextlib.nullcontext)
     for step in range(num_updates):
         optimizer.zero_grad()
         for substep in range(substeps):
             last = substep == substeps - 1
-            with contextlib.nullcontext() if last else model.no_sync():
+            with contextlib.nullcontext() if last else no_sync():
                 loop.backward(model)
         optimizer.step()
         turns.end(step)
-    return turns.seconds
 
 
 def train_with_ddp(
@@ -163,7 +178,8 @@ def train_with_ddp(
     loop = Loop(name)
     model = DistributedDataParallel(loop.model, gradient_as_bucket_view=True)
     turns = Turns(Path(folder).parent, PAIRS.index("ddp"), num_updates)
-    return train_by_hand(model, loop.inner, loop, substeps, num_updates, turns)
+    train_by_hand(model, loop.inner, loop, substeps, num_updates, turns)
+    return turns.seconds
 
 
 def train_with_torchft(
@@ -185,9 +201,9 @@ def train_with_torchft(
     model = torchft.DistributedDataParallel(manager, loop.model)
     optimizer = torchft.Optimizer(manager, loop.inner)
     turns = Turns(Path(folder).parent, PAIRS.index("torchft"), num_updates)
-    seconds = train_by_hand(model, optimizer, loop, substeps, num_updates, turns)
+    train_by_hand(model, optimizer, loop, substeps, num_updates, turns)
     manager.shutdown()
-    return seconds
+    return turns.seconds
 
 
 def train(
@@ -241,9 +257,11 @@ def train(
     return seconds
 
 
-def start(code: str, **variables: str) -> subprocess.Popen[str]:
-    """Starts a process that runs a line after its imports."""
-    lines = f"import xla_replica\nfrom tools.benchmarks import bench_live\n{code}"
+def start(
+    code: str, script: str = "bench_live", **variables: str
+) -> subprocess.Popen[str]:
+    """Starts a process that runs a line after it has imported a benchmark."""
+    lines = f"import xla_replica\nfrom tools.benchmarks import {script}\n{code}"
     return subprocess.Popen(
         [sys.executable, "-c", lines],
         env={**os.environ, **variables},

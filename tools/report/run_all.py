@@ -77,6 +77,10 @@ RUNS = {
         "Live members beside DDP, elastic replicas and torchft, two processes", "torch",
         "--models gpt cnn mlp --rounds 2", "--models gpt cnn mlp --rounds 5",
     ),
+    "bench_sharded": Run(
+        "Live members whose model FSDP2 shards, beside FSDP2, DDP and torchft", "torch",
+        "--quick", "",
+    ),
     "bench_changes": Run(
         "Live members that die and join", "torch",
         "--models 10MB 100MB --substeps 1 --rounds 1",

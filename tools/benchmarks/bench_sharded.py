@@ -1,0 +1,250 @@
+"""Measures what live members cost whose model FSDP2 shards, in time and memory.
+
+Two processes train a model with AdamW: by FSDP2, with accumulation by hand; by the
+elastic wrapper that `launch` starts; as one live member of two processes; as a replica
+group of torchft, with its sum in FSDP2's all-reduce hook; and, each with all of the
+model, by DistributedDataParallel and as two live members of one process. Sums are of
+floats, or exact. All run at once, but the pairs take turns of six updates, whose time
+is compared. Peak memory is the most that torch's allocator holds in a process, from
+before the model is built to the third update, and the most that the process has
+resident.
+
+    python tools/benchmarks/bench_sharded.py --output sharded.json
+    python tools/benchmarks/bench_sharded.py --quick
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from tqdm.auto import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
+
+import variable_batch_size as vbs
+import xla_replica
+from tools.benchmarks.bench_live import TURN, Loop, Turns, start, train_by_hand
+from tools.benchmarks.models import Attention
+from tools.peak_memory import Recording
+from tools.record import parser_with_output, row, save
+
+MODELS = "gpt", "mlp"  # of bench_live.py
+# Of both processes of a pair that are one member, of two of them, and of others.
+ONE_MEMBER, TWO_MEMBERS = ("live", "live exact", "torchft"), ("2 x 1", "2 x 1 exact")
+PAIRS = "FSDP2", "elastic", "elastic exact", *ONE_MEMBER, "DDP", *TWO_MEMBERS
+# The pair that is measured, the one that it is compared with, and the goals for time
+# and for memory.
+RATIOS = (
+    ("elastic", "FSDP2", 1.05, 1.05), ("live", "FSDP2", 1.05, 1.05),
+    ("elastic exact", "FSDP2", 1.25, None), ("live exact", "FSDP2", 1.25, None),
+    ("torchft", "FSDP2", None, None), ("2 x 1", "DDP", 1.03, None),
+    ("2 x 1 exact", "2 x 1", None, None),
+)  # fmt: skip
+NUM_PROFILED = 3  # updates
+
+Found = dict[str, Any]  # what a process finds
+
+
+def shard(reduce_dtype: torch.dtype | None, model: nn.Module) -> None:
+    """Shards blocks or layers, and the rest of the model, over a member's processes."""
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            fully_shard(module, mp_policy=policy)
+    if isinstance(model, nn.Sequential):
+        for layer in model:
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # gloo has no means
+            module.set_force_sum_reduction_for_comms(True)
+
+
+class Ends:
+    """Takes turns with other pairs, and measures memory in the first updates."""
+
+    def __init__(self, turns: Turns, memory: Recording) -> None:
+        self._turns, self._memory = turns, memory
+        self.peak_bytes = 0
+
+    def __call__(self, update: vbs.Update) -> None:
+        self.end(update.step)
+
+    def end(self, step: int) -> None:
+        if step + 1 == NUM_PROFILED:
+            self.peak_bytes = self._memory.stop().peak_bytes
+        self._turns.end(step)
+
+
+def train(
+    rank: int, pair: str, name: str, substeps: int, num_updates: int, folder: str,
+    lighthouse: str = "",
+) -> Found:  # fmt: skip
+    """Trains one of a pair; returns the seconds of turns, and peaks of memory."""
+    if not torch.distributed.is_initialized():  # a member of one process
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    memory, is_exact = Recording(), "exact" in pair
+    dtype = torch.float64 if is_exact else None
+    loop = Loop(name, None if pair == "DDP" else partial(shard, dtype))
+    model: Any = loop.model
+    turns = partial(Turns, Path(folder), PAIRS.index(pair), num_updates, len(PAIRS))
+    if pair in ("FSDP2", "DDP", "torchft"):
+        inner: Any = loop.inner
+        if pair == "DDP":
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if pair == "torchft":
+            inner = of_torchft(rank, model, inner, lighthouse)
+        ends = Ends(turns(), memory)
+        train_by_hand(model, inner, loop, substeps, num_updates, ends)
+        if pair == "torchft":
+            inner.manager.shutdown()
+    else:
+        ends = train_elastically(loop, is_exact, substeps, num_updates, turns, memory)
+    return {
+        "seconds": ends._turns.seconds[1:],  # memory was measured in the first one
+        "allocated": ends.peak_bytes / 2**20,
+        "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
+    }
+
+
+def train_elastically(
+    loop: Loop, is_exact: bool, substeps: int, num_updates: int, turns: Any,
+    memory: Recording,
+) -> Ends:  # fmt: skip
+    """Trains with the elastic wrapper, as a member where there is a lighthouse."""
+    sampler = vbs.CustomSampler(
+        dataset_size=10**6, trace=[2 * substeps], minibatch_size=1, on_end="hold",
+        verbose=False,
+    )  # fmt: skip
+    exact = loop.model if is_exact else None
+    optimizer = vbs.ConstantOptimizer(loop.inner, sampler, exact=exact)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpointer = vbs.Checkpointer(
+            folder, optimizer, model=loop.model, every_updates=10**6, stop_on=()
+        )
+        checkpointer.load()
+        ends = Ends(turns(), memory)
+        optimizer.attach(ends)
+        optimizer.attach(checkpointer)
+        optimizer.set_epoch(0)
+        for _ in sampler:
+            loop.backward(loop.model)
+            optimizer.step()
+            if checkpointer.num_updates == num_updates:
+                return ends
+    raise AssertionError
+
+
+def of_torchft(rank: int, model: nn.Module, inner: Any, lighthouse: str) -> Any:
+    """Returns torchft's optimizer, of a group of processes that shard the model."""
+    import torchft
+    from torchft.process_group import ManagedProcessGroup
+
+    store = torch.distributed.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
+    port = xla_replica.current().all_gather_object(store.port)[0]
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(), load_state_dict=lambda state: None,
+        state_dict=dict, min_replica_size=1, rank=rank, world_size=2,
+        store_addr="127.0.0.1", store_port=port, lighthouse_addr=lighthouse,
+        hostname="127.0.0.1", replica_id="torchft", init_sync=False,
+    )  # fmt: skip
+    group = ManagedProcessGroup(manager)
+    group.register("members")
+    mean = partial(
+        torch.distributed.all_reduce, group=group, op=torch.distributed.ReduceOp.AVG
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_all_reduce_hook(mean)
+    optimizer = torchft.Optimizer(manager, inner)
+    optimizer.kept = store  # as long as it
+    return optimizer
+
+
+def measured(name: str, substeps: int, num_turns: int) -> dict[str, list[Found]]:
+    """Returns what the processes of all pairs have found."""
+    num_updates = TURN * (num_turns + 1)
+    processes: dict[str, list[subprocess.Popen[str]]] = {}
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        for pair in PAIRS:
+            told: tuple[Any, ...] = (pair, name, substeps, num_updates, folder)
+            variables, code = {}, "[bench_sharded.train(0, *{})]"
+            if pair not in TWO_MEMBERS:
+                code = "xla_replica.launch(bench_sharded.train, {}, 2, 'cpu')"
+            if pair in (*ONE_MEMBER, *TWO_MEMBERS):
+                address = stack.enter_context(xla_replica.lighthouse())
+                variables = {"LIVE_LIGHTHOUSE": address}
+                variables["LIVE_MIN_MEMBERS"] = "2" if pair in TWO_MEMBERS else "1"
+            if pair == "torchft":
+                told, variables = (*told, address), {}
+            code = f"import json; print(json.dumps({code.format(told)}))"
+            number = 2 if pair in TWO_MEMBERS else 1
+            made = [start(code, "bench_sharded", **variables) for _ in range(number)]
+            processes[pair] = made
+        while len(list(Path(folder).glob("ready-*"))) < 2 * len(PAIRS):
+            for pair, own in processes.items():
+                if any(process.poll() for process in own):
+                    raise SystemExit(f"{pair} could not begin")
+            time.sleep(0.1)
+        Path(folder, "turn-0").touch()
+        found: dict[str, list[Found]] = {pair: [] for pair in PAIRS}
+        for pair, own in processes.items():
+            for text in [process.communicate()[0] for process in own]:
+                found[pair] += json.loads(text.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = parser_with_output(__doc__)
+    parser.add_argument("--turns", type=int, default=12, help="default: 12")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all"
+    )
+    parser.add_argument(
+        "--substeps", type=int, nargs="+", default=[1, 2],
+        help="minibatches of a step on each replica (default: 1 2)",
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="two turns")
+    options = parser.parse_args()
+    rows, num_turns = [], 2 if options.quick else options.turns
+    cases = [(name, count) for name in options.models for count in options.substeps]
+    for name, substeps in tqdm(cases, desc="models", disable=None):
+        found, of = measured(name, substeps, num_turns), f"{name}, {substeps} a step"
+        times = {pair: own[0]["seconds"] for pair, own in found.items()}
+        ms = [1e3 * seconds / (TURN - 1) for seconds in times["FSDP2"]]
+        rows.append(row(f"FSDP2 step: {of}", ms, "ms"))
+        for pair, other, goal, _ in RATIOS:
+            ratios = [mine / its for mine, its in zip(times[pair], times[other])]
+            rows.append(row(f"{pair} over {other}: {of}", ratios, at_most=goal))
+        for kind in ("allocated", "resident"):
+            peaks = {pair: max(p[kind] for p in own) for pair, own in found.items()}
+            rows.append(row(f"FSDP2's peak {kind}: {of}", peaks["FSDP2"], "MB"))
+            for pair, other, _, most in RATIOS:
+                goal = most if kind == "allocated" else None
+                ratio, work = peaks[pair] / peaks[other], f"{pair} over {other}"
+                rows.append(row(f"peak {kind}, {work}: {of}", ratio, at_most=goal))
+    others = {"torchft": importlib.metadata.version("torchft")}
+    save(options.output, {"others": others, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
