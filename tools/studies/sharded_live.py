@@ -137,8 +137,8 @@ class DisturbedRun:
         """Returns whether all members have done that which are to be there."""
         _, *joiners = (process.poll() for process in self._processes)
         found = self._members(what)
-        num_wanted = self._shape.members + joiners.count(None)
-        return len(found) == num_wanted and not self._killed.intersection(*[sum(found, ())])
+        is_number = len(found) == self._shape.members + joiners.count(None)
+        return is_number and self._killed.isdisjoint(sum(found, ()))
 
     def _made(self) -> int:
         with contextlib.suppress(OSError):
@@ -192,10 +192,10 @@ class DisturbedRun:
         self._wait(is_there)
 
     def _popen(self, command: list[str]) -> None:
-        scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        folder = Path(sys.executable).parent  # of torchrun
         environment = {
-            **os.environ, "PATH": scripts, "OMP_NUM_THREADS": "1",
-            "LIVE_TIMEOUT_SECONDS": str(TIMEOUT_SECONDS),
+            **os.environ, "PATH": f"{folder}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1", "LIVE_TIMEOUT_SECONDS": str(TIMEOUT_SECONDS),
         }  # fmt: skip
         with self._log.open("ab") as log:
             started = subprocess.Popen(
@@ -227,7 +227,8 @@ class DisturbedRun:
                 self._gone.append(joiner)
         self._allow(self._made() + 1)
         time.sleep(self._draw.uniform(0, self._update_seconds))
-        self._send(signal.SIGKILL, victims if is_whole else self._draw.sample(victims, 1))
+        pids = victims if is_whole else self._draw.sample(victims, 1)
+        self._send(signal.SIGKILL, pids)
 
     def _send(self, number: int, pids: Iterable[int]) -> None:
         for pid in pids:
