@@ -213,7 +213,7 @@ class DisturbedRun:
                 found.append(f"{results}, undisturbed {expected}")
         else:
             paths = (next(each.folder.glob("*.values")) for each in (job, alone))
-            self.error = max(map(_error, *map(torch.load, paths)))
+            self.error = max(map(relative_error, *map(torch.load, paths)))
             if self.error > TOLERANCE:
                 found.append(f"weights differ by {self.error:.1e}")
         saved = [each.num_updates for each in job.saved()]
@@ -222,7 +222,7 @@ class DisturbedRun:
         return found
 
 
-def _error(own: torch.Tensor, other: torch.Tensor) -> float:
+def relative_error(own: torch.Tensor, other: torch.Tensor) -> float:
     """Returns the largest difference, relative to the largest number."""
     scale = other.abs().max().double().clamp(min=1e-300)
     return float((own - other).abs().max() / scale)
