@@ -142,7 +142,8 @@ def grad(
     """
     with AccumulationHook.paused(inputs):
         gradients = torch.autograd.grad(outputs, inputs, *args, **options)
-    _release(outputs)
+    if traits(outputs).is_lazy:
+        _release(outputs)
     return gradients
 
 
@@ -156,7 +157,8 @@ def backward(output: torch.Tensor, *, retain_graph: bool = False) -> None:
         retain_graph: Whether it is differentiated once more.
     """
     output.backward(retain_graph=retain_graph)
-    _release(output)
+    if traits(output).is_lazy:
+        _release(output)
 
 
 def add_gradients(parameters: Tensors, gradients: Tensors) -> None:
@@ -167,13 +169,12 @@ def add_gradients(parameters: Tensors, gradients: Tensors) -> None:
         gradients: Of the same shapes and dtypes.
     """
     torch.autograd.backward(parameters, gradients)
-    _release(parameters[0])
+    if traits(parameters[0]).is_lazy:
+        _release(parameters[0])
 
 
 def _release(outputs: torch.Tensor) -> None:
     """Makes the engine's thread for a lazy device come back from an empty pass."""
-    if not traits(outputs).is_lazy:
-        return
     with torch.enable_grad():
         end = outputs.detach().requires_grad_()
         start = _Nothing.apply(end)
