@@ -102,7 +102,10 @@ def generator_of(device: torch.device) -> torch.Generator:
     """
     if traits(device).is_host:
         return torch.default_generator
-    used = torch.empty(0, device=device).device  # a GPU has none before, and an index
-    generators: Sequence[torch.Generator]
-    generators = torch.get_device_module(device).default_generators
-    return generators[used.index]
+    torch.empty(0, device=device)  # a GPU has none before it is first used
+    index = device.index
+    if index is None:
+        index = torch.accelerator.current_device_index()
+    found = torch.get_device_module(device).default_generators
+    generators: Sequence[torch.Generator] = found
+    return generators[index]
