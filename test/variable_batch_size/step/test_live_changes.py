@@ -56,7 +56,7 @@ def test_members_leave_stop_and_join(tmp_path):
 
 @of_torch_alone
 def test_an_ordinary_death_is_one_line(tmp_path):
-    with live(tmp_path, *words(4, 0.03), seconds=1.0) as job:
+    with live(tmp_path, *words(4, 0.03), seconds=2.0) as job:
         first, second = started(job, 2)
         job.wait(more_updates(job))
         first.kill()
@@ -82,7 +82,7 @@ def test_a_member_that_waits_to_join_ends_when_it_is_asked_to(tmp_path):
 @of_torch_alone
 def test_the_log_has_every_line_whoever_wrote_it(tmp_path):
     more = ("--log-steps", "1000")
-    with live(tmp_path, *words(3, 0.03), more=more, seconds=1.0) as job:
+    with live(tmp_path, *words(3, 0.03), more=more, seconds=2.0) as job:
         [first] = started(job, 1)
         _, _ = job.start(), job.wait(lambda: job.num_ready() == 2)
         first.kill()

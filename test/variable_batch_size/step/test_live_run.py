@@ -60,7 +60,7 @@ def meet_fates(job: LiveJob, fates: list[jobs.Fate], num_members: int = 3) -> No
 @of_torch_alone
 def test_deaths_in_every_phase_leave_the_bits(tmp_path):
     fates = [jobs.Fate(phase, random.randrange(1, 6)) for phase in jobs.PHASES]
-    options = {"more": ("--workers", "1"), "seconds": 1.0}
+    options = {"more": ("--workers", "1"), "seconds": 2.0}
     with live(tmp_path, "--kind", "projected", *words(3, 0.02), **options) as job:
         meet_fates(job, fates)
 
@@ -93,7 +93,7 @@ def test_deaths_in_every_phase_change_float_sums_by_rounding_alone(kind, tmp_pat
     arguments = ("--float", "--kind", kind, *words(4, 0.02))
     phases = [*jobs.PHASES, *jobs.FLOAT_PHASES]
     fates = [jobs.Fate(phase, random.randrange(1, 6)) for phase in phases]
-    with live_job(tmp_path / "live", *arguments, seconds=1.0) as job:
+    with live_job(tmp_path / "live", *arguments, seconds=2.0) as job:
         meet_fates(job, fates)
     assert "sums of floats" in job.log()
     check_floats(job, arguments)
@@ -217,7 +217,7 @@ def test_the_last_checkpoint_is_there_whoever_dies_writing_it(how, has_space, tm
     """By another member, for which all wait; also if the first one's disk is full."""
     last = vbs.Schedule(vbs.Trace(TRACE), NUM_SAMPLES, 8, "cycle").steps(1).stop
     every = ("--save-every", str(2 * last if how == ("--save-last",) else last))
-    with live(tmp_path, *words(2, 0.02), more=(*how, *every), seconds=1.0) as job:
+    with live(tmp_path, *words(2, 0.02), more=(*how, *every), seconds=2.0) as job:
         for _ in range(3):
             job.start(jobs.DiesWriting(has_space))
         status = -signal.SIGKILL if has_space else 1
@@ -230,7 +230,7 @@ def test_the_last_checkpoint_is_there_whoever_dies_writing_it(how, has_space, tm
 @pytest.mark.parametrize("sends", [True, False])
 def test_who_dies_amid_the_pieces_of_a_state_costs_its_own_alone(sends, tmp_path):
     fate = jobs.DiesAmidPieces(sends)
-    with live(tmp_path, *words(5, 0.03), seconds=1.0) as job:
+    with live(tmp_path, *words(5, 0.03), seconds=2.0) as job:
         started(job, 2, fate)
         (job.folder / "armed").touch()
         joiner = job.start(fate)
@@ -246,7 +246,7 @@ def test_who_dies_amid_the_pieces_of_a_state_costs_its_own_alone(sends, tmp_path
 
 @of_torch_alone
 def test_a_second_death_where_survivors_meet_costs_no_more_than_the_first(tmp_path):
-    with live(tmp_path, *words(4, 0.03), seconds=1.0) as job:
+    with live(tmp_path, *words(4, 0.03), seconds=2.0) as job:
         members = started(job, 3, jobs.DiesMeeting())
         job.wait(more_updates(job))
         (job.folder / "armed").touch()
