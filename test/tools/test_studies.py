@@ -182,3 +182,12 @@ def test_exact_sums_change_a_training_by_rounding_and_small_numbers_are_zero(tmp
     expected = {"exponent": 0, "zero": 0, "m": 1, "v": 1, "moved": 1}
     assert first == pytest.approx(expected, abs=1e-3)
     assert last == {"exponent": -28, "zero": 1, "m": 0, "v": 0, "moved": 0}
+
+
+@pytest.mark.slow
+@of_torch_alone
+def test_sharded_members_that_are_killed_and_join_end_with_the_hash_of_one(tmp_path):
+    pytest.importorskip("torchft")
+    saved = run("sharded_live.py", tmp_path, "exact", "--quick", draws=False)
+    hashes = {line["hash"] for line in saved["runs"]}
+    assert hashes == {saved["one process"]} != {saved["one process, by autocast"]}
