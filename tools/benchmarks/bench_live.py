@@ -14,6 +14,7 @@ of as many bytes over the same sockets.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.metadata
 import itertools
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -398,16 +399,22 @@ def part_ratios(num_senders: int, num_rounds: int) -> Times:
     return [own / plain for of_one in pairs for own, plain in of_one[1:]]
 
 
-def main() -> None:
-    parser = parser_with_output(__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+def add_cases(parser: argparse.ArgumentParser, models: Iterable[str]) -> None:
+    """Adds the options that choose models, and minibatches of a step."""
+    names = list(models)
     parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all"
+        "--models", nargs="+", choices=names, default=names, help="default: all"
     )
     parser.add_argument(
         "--substeps", type=int, nargs="+", default=[1, 2],
         help="minibatches of a step on each replica (default: 1 2)",
     )  # fmt: skip
+
+
+def main() -> None:
+    parser = parser_with_output(__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    add_cases(parser, MODELS)
     options = parser.parse_args()
     rows = []
     cases = [(name, count) for name in options.models for count in options.substeps]

@@ -37,7 +37,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import variable_batch_size as vbs
 import xla_replica
-from tools.benchmarks.bench_live import TURN, Loop, Turns, start, train_by_hand
+from tools.benchmarks.bench_live import (
+    TURN,
+    Loop,
+    Turns,
+    add_cases,
+    start,
+    train_by_hand,
+)
 from tools.benchmarks.models import Attention
 from tools.peak_memory import Recording
 from tools.record import parser_with_output, row, save
@@ -216,13 +223,7 @@ def measured(name: str, substeps: int, num_turns: int) -> dict[str, list[Found]]
 def main() -> None:
     parser = parser_with_output(__doc__)
     parser.add_argument("--turns", type=int, default=12, help="default: 12")
-    parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all"
-    )
-    parser.add_argument(
-        "--substeps", type=int, nargs="+", default=[1, 2],
-        help="minibatches of a step on each replica (default: 1 2)",
-    )  # fmt: skip
+    add_cases(parser, MODELS)
     parser.add_argument("--quick", action="store_true", help="two turns")
     options = parser.parse_args()
     rows, num_turns = [], 2 if options.quick else options.turns

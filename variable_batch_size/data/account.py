@@ -51,7 +51,7 @@ class Account(Standing):
             ReplicaError: This replica is idle in the step, or was and did not join it.
         """
         if self.is_waiting:
-            self.refuse_waiting()
+            raise self.not_ended()
         deal, place = self._handed[0] if self._handed else (self.ledger.deal, None)
         epoch = self.ledger.epoch if place is None else place.epoch
         if epoch != self.epoch or self.ended or self.idle or not self.announced:
@@ -100,13 +100,12 @@ class Account(Standing):
         if start is not None and (self.ended or self.epoch > start.epoch):
             self.ledger.start = None
 
-    def refuse_waiting(self) -> None:
-        """Raises ValueError if other optimizers have not ended the step yet."""
-        if self.is_waiting:
-            raise ValueError(
-                f"not all {len(self.ledger.accounts)} optimizers of this sampler have "
-                "ended the step: call step() of each, and del one that is unused now"
-            )
+    def not_ended(self) -> ValueError:
+        """Returns the error of a step that other optimizers have not ended yet."""
+        return ValueError(
+            f"not all {len(self.ledger.accounts)} optimizers of this sampler have "
+            "ended the step: call step() of each, and del one that is unused now"
+        )
 
     def refuse_left_out(self, is_sure: bool) -> None:
         """Raises ValueError if the loop has ended and left out a minibatch.

@@ -41,7 +41,8 @@ class Course(Updates):
 
         Raises ReplicaError where other replicas would not begin it too.
         """
-        self.account.refuse_waiting()
+        if self.account.is_waiting:
+            raise self.account.not_ended()
         is_lost = self.account.begin(epoch)
         if is_lost is None:
             return
