@@ -19,10 +19,12 @@ from support.xla_replica.replicas import row
 from torch import nn
 from torch.optim import SGD
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
 import xla_replica
 from variable_batch_size.data.schedule import OnEnd, Schedule
+from variable_batch_size.integrations import steps
 from variable_batch_size.step.run import ElasticOptions, Run
 from xla_replica import ReplicaError
 
@@ -290,3 +292,39 @@ def test_a_tie_that_a_move_has_lost_is_told(backend, tmp_path):
     assert len(found["moved"]) == (backend.device == "xla")
     assert all(re.match(lost, each) for each in found["moved"])
     assert found["setup"] == found["parted"] == []
+
+
+SHARED = {"trace": [32, 64, 32, 32, 64, 32], "replicas": 2}
+
+
+@pytest.mark.parametrize("options", [{}, SHARED, {**SHARED, "rank": 1}])
+def test_a_trainer_whose_batches_are_steps_trains_as_a_loop(options):
+    """Its optimizer makes an update for each, also where this replica is idle."""
+    expected, dealt, loop = make(**options)
+    loop.set_epoch(0)
+    run_epoch(expected, dealt, loop)
+    model, sampler, wrapper = make(cls=steps.StepOptimizer, lockstep=True, **options)
+    trainer, data = steps.Steps(), vbs.SeededDataset(range(256), seed=0)
+    trainer.batches, trainer.loader = sampler, DataLoader(data, batch_sampler=sampler)
+    own: list[object] = []
+
+    def closure() -> str:
+        for number, _ in enumerate(own):
+            if number:
+                wrapper.end_minibatch()
+            backward(model)
+        return "a loss"
+
+    with pytest.raises(ValueError, match=r"epoch 0 after 3 updates, the sampler has 0"):
+        trainer.begin(0, wrapper, 3)
+    trainer.begin(0, wrapper, 0)
+    next(batches := iter(trainer))
+    sampler.ledger.replan(sampler.schedule)
+    with pytest.raises(ValueError, match="change_batch_size within an epoch"):
+        next(batches)
+    for minibatches in trainer:
+        own[:] = minibatches
+        assert wrapper.step(closure) == "a loss"
+        assert wrapper.step() is None
+    assert sampler.ledger.global_step == len(sampler.schedule.trace)
+    assert torch.equal(model.weight, expected.weight)

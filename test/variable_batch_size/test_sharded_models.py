@@ -1,5 +1,6 @@
 """Models that FSDP2 shards train as one process does, with any number of processes."""
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -33,17 +34,14 @@ BY_HAND = [
     Run(Case(TRACE, rule="root", optimizer="adamw", max_grad_norm=0.5)),
 ]
 BY_TOKENS = ("reduction", "sum"), ("ref_weight", 40.0), ("noise", True)
+WHOLE_SUMS = "shard_gradients", False
 ADAM = Case(TRACE, rule="adam-root", optimizer="adamw")
 RUNS = [
     *BY_HAND,
     Run(Case(TRACE, rule="adascale", max_grad_norm=1.0)),
     Run(Case(TRACE, rule="adascale"), on_device=True),
     Run(Case(TRACE), BY_TOKENS, on_device=True),
-    Run(
-        ADAM,
-        (("decay_per_sample", True), ("shard_gradients", False)),
-        has_whole_part=True,
-    ),
+    Run(ADAM, (("decay_per_sample", True), WHOLE_SUMS), has_whole_part=True),
     Run(Case(TRACE), (("momentum_correction", True),), has_batch_norm=True),
 ]
 
@@ -82,7 +80,7 @@ EXACT = [
     Run(replace(ADAM, max_grad_norm=0.5), exact=True),
     Run(
         Case(TRACE),
-        (*BY_TOKENS, ("shard_gradients", False)),
+        (*BY_TOKENS, WHOLE_SUMS),
         has_whole_part=True,
         has_batch_norm=True,
         exact=True,
@@ -112,17 +110,17 @@ def two() -> list[Any]:
     return Backend("cpu", 2).run(both)
 
 
-@pytest.fixture(scope="module")
-def alone() -> list[dict[str, Any]]:
-    return [outcome(run) for run in RUNS]
+@functools.cache
+def alone(index: int) -> dict[str, Any]:
+    return outcome(RUNS[index])
 
 
-def test_one_process_trains_as_a_loop_by_hand(alone):
-    for run, one in zip(BY_HAND, alone):
+def test_one_process_trains_as_a_loop_by_hand():
+    for index, run in enumerate(BY_HAND):
         made = Model(run, None), *data(run.case)
         weights, updates = large_batch_run(run.case, loss_of, made)
         assert len(updates) >= (20 if run.case.epochs > 1 else 5)
-        assert_close(one["weights"], weights, rtol=0, atol=1e-10)
+        assert_close(alone(index)["weights"], weights, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -133,13 +131,13 @@ def test_one_process_trains_as_a_loop_by_hand(alone):
         pytest.param(3, all_on(3), marks=pytest.mark.slow),
     ],
 )
-def test_a_run_is_that_of_one_process(num_replicas, pairs, alone, request):
+def test_a_run_is_that_of_one_process(num_replicas, pairs, request):
     if num_replicas == 2:
         found = [results for results, _ in request.getfixturevalue("two")]
     else:
         found = Backend("cpu", num_replicas).run(outcomes, pairs)
     for (_, index), *copies in zip(pairs, *found):
-        one = alone[index]
+        one = alone(index)
         for copy in copies:
             for name in ("weights", "norms", "noise"):
                 assert_close(copy[name], one[name], rtol=1e-9, atol=1e-10)
@@ -243,9 +241,7 @@ def misuses(rank: int) -> bool:
             next(minibatches)
         return training
 
-    def wrapped(
-        parameters: Any, sampler: Any = None, **options: Any
-    ) -> vbs.ElasticOptimizer:
+    def wrapped(parameters: Any, sampler: Any = None, **options: Any) -> Any:
         sampler = sampler or begun(0).sampler
         options = {"ref_batchsize": 4, **options}
         inner = torch.optim.SGD(parameters, 1)
@@ -276,16 +272,10 @@ def misuses(rank: int) -> bool:
         training.minibatch(*minibatch)
     training = Training(Run(Case((24,), num_samples=24)), (2, 1))
     minibatches = iter(training.sampler)
-    for inputs in (training.model, training.model.body[2]):
+    for part, size in ((training.model, 6), (training.model.body[2], 5)):
         next(minibatches)
-        inputs(
-            torch.ones(4, 6 if inputs is training.model else 5).double()
-        ).sum().backward()
-        with (
-            refused("other parameters")
-            if inputs is not training.model
-            else nullcontext()
-        ):
+        part(torch.ones(4, size).double()).sum().backward()
+        with refused("other parameters") if size == 5 else nullcontext():
             training.optimizer.step()
     training, plain = Training(run, (2,)), Training(run, None)
     with refused("build it with a sharded one, too"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.rigl_xla.resnet import RESNET50_WEIGHTS
 from support.rigl_xla.sparse import pruned, sparse_convnet, train
-from support.variable_batch_size.reports import CountingReplica
+from support.variable_batch_size.wrapping import CountingReplica
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.flop_counter import FlopCounterMode
@@ -63,7 +63,7 @@ def test_counts_are_those_of_the_masks(kind):
 
 
 def test_a_report_reads_once_and_only_if_looked_at():
-    replica = CountingReplica()
+    replica = CountingReplica("cpu")
     model, optimizer, pruner = sparse_convnet(replica=replica)
     replica.num_fetches = 0
     train(model, optimizer, pruner, range(4))

@@ -28,6 +28,16 @@ class FakeReplica(LocalReplica):
         return torch.stack([tensor.detach()] * self.num_replicas)
 
 
+class CountingReplica(LocalReplica):
+    """A replica that counts its transfers to the host."""
+
+    num_fetches = 0
+
+    def fetch(self, tensors):
+        self.num_fetches += 1
+        return super().fetch(tensors)
+
+
 def sampler_of(trace=(64, 96, 96), size=256, **options) -> vbs.CustomSampler:
     """Returns the sampler of one replica, in minibatches of 32."""
     common = {"dataset_size": size, "num_replicas": 1, "rank": 0, "verbose": False}

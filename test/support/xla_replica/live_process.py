@@ -18,9 +18,11 @@ def be_member(environment: dict[str, str], arguments: list[str], fate: Any) -> N
     os.environ.update(environment)
     if torchtpu.is_installed():
         torchtpu.load()
-    if "PJRT_DEVICE" in environment:
+    number = int(environment.get("MEMBER_REPLICAS", "1"))
+    if number == 1 and "PJRT_DEVICE" in environment:
         importlib.import_module("torch_xla")
     import xla_replica
+    from xla_replica.starting import child_process
 
     log = open(Path(arguments[0]) / f"{os.getpid()}.txt", "w")  # noqa: SIM115
     os.dup2(log.fileno(), 1)
@@ -29,11 +31,12 @@ def be_member(environment: dict[str, str], arguments: list[str], fate: Any) -> N
     # Else a loader's worker would be forked from another server, which imports torch.
     multiprocessing.set_start_method("fork", force=True)
     os.environ["MEMBER_NAME"] = str(os.getpid())
-    number = int(environment.get("MEMBER_REPLICAS", "1"))
     if number == 1:
         _train(0, arguments, fate)
     else:
         device = environment["MEMBER_DEVICE"]
+        # Forked from here: a server of its own would import torch again.
+        child_process._context = lambda _: multiprocessing.get_context("fork")
         xla_replica.launch(_train, (arguments, fate), number, device)
 
 

@@ -79,6 +79,7 @@ def mean_loss(model: rules.Weights, x: torch.Tensor, y: torch.Tensor) -> torch.T
     return rules.loss_of(model, sum(x[::4].unbind()).unsqueeze(0) / 4, y)
 
 
+@replicas.of_torch_alone
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", NAMES)
 def test_identity_at_the_reference_batch(name, dtype):

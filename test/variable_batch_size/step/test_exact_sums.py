@@ -198,9 +198,8 @@ def large_step(rank: int, num_minibatches: int) -> str:
     with replica.seeded(0):
         model, inputs = nn.Linear(3, 2), torch.randn(num_minibatches, 3)
     model.to(replica.device)
-    optimizer, minibatches = exact.wrapped(
-        model, trace=(4 * num_minibatches,), size=4 * num_minibatches
-    )
+    size = 4 * num_minibatches
+    optimizer, minibatches = exact.wrapped(model, trace=(size,), size=size)
     optimizer.set_epoch(0)
     for rows in minibatches:
         x = replica.send(inputs[rows[0] // 4])

@@ -25,7 +25,7 @@ from support.xla_replica.replicas import of_torch_alone
 
 import variable_batch_size as vbs
 
-pytestmark = jobs.needs_lighthouse
+pytestmark = [jobs.needs_lighthouse, of_torch_alone]
 SLOW = pytest.mark.slow
 
 
@@ -57,7 +57,6 @@ def meet_fates(job: LiveJob, fates: list[jobs.Fate], num_members: int = 3) -> No
     job.wait(has_ended, 300)
 
 
-@of_torch_alone
 def test_deaths_in_every_phase_leave_the_bits(tmp_path):
     fates = [jobs.Fate(phase, random.randrange(1, 6)) for phase in jobs.PHASES]
     options = {"more": ("--workers", "1"), "seconds": 2.0}
@@ -85,7 +84,6 @@ def test_ten_random_deaths_leave_the_bits(number, tmp_path):
         assert job.num_met() == len(fates)
 
 
-@of_torch_alone
 @pytest.mark.parametrize(
     "kind", ["plain", *(pytest.param(k, marks=SLOW) for k in ("tokens", "adascale"))]
 )
@@ -99,7 +97,6 @@ def test_deaths_in_every_phase_change_float_sums_by_rounding_alone(kind, tmp_pat
     check_floats(job, arguments)
 
 
-@of_torch_alone
 @pytest.mark.parametrize("steps", [(14,), (14, 34)])
 def test_a_member_whose_weights_differ_receives_those_of_the_others_once(
     steps, tmp_path
@@ -114,7 +111,6 @@ def test_a_member_whose_weights_differ_receives_those_of_the_others_once(
     assert len(steps) == 2 or values(job)
 
 
-@of_torch_alone
 def test_a_member_that_alone_loses_sums_receives_what_the_others_made_of_them(tmp_path):
     """Of steps in an epoch, of an epoch's last one, and of the run's last one."""
     schedule = vbs.Schedule(vbs.Trace(TRACE), NUM_SAMPLES, 8, "cycle")
@@ -129,7 +125,6 @@ def test_a_member_that_alone_loses_sums_receives_what_the_others_made_of_them(tm
         assert lost == [step for step in steps if step >= joined] != []
 
 
-@of_torch_alone
 @pytest.mark.parametrize("num_members", [2, 3])
 def test_the_others_go_on_without_one_that_hangs(num_members, tmp_path):
     times = {"patience": 5.0, "LIVE_TIMEOUT_SECONDS": "4"}
@@ -145,7 +140,6 @@ def test_the_others_go_on_without_one_that_hangs(num_members, tmp_path):
         assert [each.exitcode for each in others] == [0] * len(others), job.log()
 
 
-@of_torch_alone
 def test_members_that_are_paused_and_go_on_one_after_another_all_end_well(tmp_path):
     with live(tmp_path, *words(6, 0.03), seconds=1.0) as job:
         members = started(job, 3)
@@ -161,7 +155,6 @@ def test_members_that_are_paused_and_go_on_one_after_another_all_end_well(tmp_pa
         assert "joins anew" in job.log()
 
 
-@of_torch_alone
 def test_paused_members_join_one_that_has_begun_with_a_checkpoint(tmp_path):
     with live(tmp_path, *words(9, 0.03), seconds=1.0) as job:
         members = started(job, 2)
@@ -177,7 +170,6 @@ def test_paused_members_join_one_that_has_begun_with_a_checkpoint(tmp_path):
         assert ends(job) == [0, 0, 0], job.log()
 
 
-@of_torch_alone
 def test_a_paused_member_joins_who_begins_with_the_checkpoint_of_the_dead(
     tmp_path,
 ):
@@ -199,7 +191,6 @@ def test_a_paused_member_joins_who_begins_with_the_checkpoint_of_the_dead(
         assert (paused.exitcode, new.exitcode) == (0, 0), job.log()
 
 
-@of_torch_alone
 def test_a_paused_member_passes_over_the_epochs_that_another_one_has_trained(tmp_path):
     with live(tmp_path, *words(9, 0.02), seconds=1.0) as job:
         paused, _ = started(job, 2)
@@ -210,7 +201,6 @@ def test_a_paused_member_passes_over_the_epochs_that_another_one_has_trained(tmp
         assert ends(job) == [0, 0], job.log()
 
 
-@of_torch_alone
 @pytest.mark.parametrize("has_space", [True, False])
 @pytest.mark.parametrize("how", [(), ("--save-last",)])
 def test_the_last_checkpoint_is_there_whoever_dies_writing_it(how, has_space, tmp_path):
@@ -226,7 +216,6 @@ def test_the_last_checkpoint_is_there_whoever_dies_writing_it(how, has_space, tm
         assert "No space left" in job.log() or has_space
 
 
-@of_torch_alone
 @pytest.mark.parametrize("sends", [True, False])
 def test_who_dies_amid_the_pieces_of_a_state_costs_its_own_alone(sends, tmp_path):
     fate = jobs.DiesAmidPieces(sends)
@@ -244,7 +233,6 @@ def test_who_dies_amid_the_pieces_of_a_state_costs_its_own_alone(sends, tmp_path
         assert kept == sends, job.log()
 
 
-@of_torch_alone
 def test_a_second_death_where_survivors_meet_costs_no_more_than_the_first(tmp_path):
     with live(tmp_path, *words(4, 0.03), seconds=2.0) as job:
         members = started(job, 3, jobs.DiesMeeting())

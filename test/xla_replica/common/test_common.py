@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from support.variable_batch_size.reports import CountingReplica
+from support.variable_batch_size.wrapping import CountingReplica
 from torch import nn
 
 from xla_replica.common.arguments import (
@@ -83,7 +83,7 @@ def test_a_state_comes_to_the_host_in_one_transfer():
         "read-only": types.MappingProxyType({"x": torch.zeros(1)}),
         "rest": [(torch.arange(3), "text"), None, 0.5],
     }
-    replica = CountingReplica()
+    replica = CountingReplica("cpu")
     found = replica.to_host(state)
     assert replica.num_fetches == 1
     assert found["model"]._metadata == state["model"]._metadata

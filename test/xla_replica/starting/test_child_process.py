@@ -155,18 +155,17 @@ def train(rank, model):
     replica.all_reduce_([total])
     return replica.fetch([total])[0].item()
 
-def main(device):
+def main():
     model = Model(1, 1)
     torch.nn.init.ones_(model.weight), torch.nn.init.zeros_(model.bias)
-    print("FOUND", xla_replica.launch(train, (model,), 2, device), flush=True)
+    print("FOUND", xla_replica.launch(train, (model,), 2, "cpu"), flush=True)
 """
-CALL = f"{DEFINES}\nmain('{'xla' if replicas.HAS_XLA else 'cpu'}')"
-GUARDED = f"{DEFINES}\nif __name__ == '__main__':\n    main('cpu')\n"
+CALL = f"{DEFINES}\nmain()"
+GUARDED = f"{DEFINES}\nif __name__ == '__main__':\n    main()\n"
 
 
-@pytest.mark.parametrize(
-    "way", ["-c", *(pytest.param(way, marks=of_torch_alone) for way in ("-", "a file"))]
-)
+@of_torch_alone
+@pytest.mark.parametrize("way", ["-c", "-", "a file"])
 def test_processes_import_a_script_or_are_sent_its_functions(way, tmp_path):
     what = {"-c": ["-c", CALL], "-": ["-"]}.get(way, [written(tmp_path, GUARDED)])
     done = python(*what, stdin=CALL)
@@ -177,7 +176,7 @@ def test_processes_import_a_script_or_are_sent_its_functions(way, tmp_path):
 
 @of_torch_alone
 def test_a_script_without_a_guard_is_one_clear_error(tmp_path):
-    done = python(written(tmp_path, f"{DEFINES}\nmain('cpu')"), status=1)
+    done = python(written(tmp_path, CALL), status=1)
     assert "FOUND" not in done.stdout
     assert 'call it under `if __name__ == "__main__":`' in done.stderr
     assert "ReplicaError: a process of the replicas raised RuntimeError" in done.stderr
