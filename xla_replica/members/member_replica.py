@@ -272,8 +272,7 @@ class MemberReplica(Replica):
     @property
     def _is_alone(self) -> bool:
         """Whether there is no other member to sum with. It is not after a loss."""
-        is_one = self.met is None or len(self.met.members) == 1
-        return is_one and not self._is_broken
+        return not self._is_broken and (self.met is None or len(self.met.members) == 1)
 
     @property
     def _is_cut_off(self) -> bool:
@@ -361,14 +360,14 @@ class MemberReplica(Replica):
                 self._sum_over_members("all_reduce_", flat)
                 copy_parts_(own, self.send(flat))
 
-    def sums_parts(self) -> Begin:
+    def sums_parts(self) -> Begin | None:
         if not self.is_host:
             raise TypeError(
                 "live members whose model FSDP2 shards compute on CPUs so far: "
                 "train it without LIVE_LIGHTHOUSE, or keep it whole"
             )
         self._has_shards = True
-        return self._begin_over_members
+        return None if self._is_alone else self._begin_over_members
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Begins a sum over members, in the order of all others; a slice makes it.
