@@ -115,6 +115,5 @@ def test_a_step_sends_what_fsdp2_does_and_exact_sums_scatter_eight_bytes_a_numbe
             assert {size for _, size in votes} <= {8, 24}
             assert votes.total() <= 5
             more = beside(alone, own[1][n], "reducescatter") - votes
-            # Between members the largest numbers of rows go once for every process.
-            assert {size for _, size in more} <= {8, ROWS, 4 * ROWS}
+            assert {size for _, size in more} <= {8, ROWS}
             assert more.total() <= 4

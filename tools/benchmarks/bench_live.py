@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -401,22 +401,24 @@ def part_ratios(num_senders: int, num_rounds: int) -> Times:
     return [own / plain for of_one in pairs for own, plain in of_one[1:]]
 
 
-def add_cases(parser: argparse.ArgumentParser, models: Iterable[str]) -> None:
+def add_cases(
+    parser: argparse.ArgumentParser, models: Iterable[str], counts: Sequence[int]
+) -> None:
     """Adds the options that choose models, and minibatches of a step."""
     names = list(models)
     parser.add_argument(
         "--models", nargs="+", choices=names, default=names, help="default: all"
     )
     parser.add_argument(
-        "--substeps", type=int, nargs="+", default=[1, 2],
-        help="minibatches of a step on each replica (default: 1 2)",
+        "--substeps", type=int, nargs="+", default=counts,
+        help=f"minibatches of a step on each replica (default: {counts})",
     )  # fmt: skip
 
 
 def main() -> None:
     parser = parser_with_output(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
-    add_cases(parser, MODELS)
+    add_cases(parser, MODELS, [1, 2])
     options = parser.parse_args()
     rows = []
     cases = [(name, count) for name in options.models for count in options.substeps]

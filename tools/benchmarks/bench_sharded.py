@@ -4,10 +4,10 @@ Two processes train a model with AdamW: by FSDP2, with accumulation by hand; by 
 elastic wrapper that `launch` starts; as one live member of two processes; as a replica
 group of torchft, with its sum in FSDP2's all-reduce hook; and, each with all of the
 model, by DistributedDataParallel and as two live members of one process. Sums are of
-floats, or exact. All run at once, but the pairs take turns of six updates, whose time
-is compared. Peak memory is the most that torch's allocator holds in a process, from
-before the model is built to the third update, and the most that the process has
-resident.
+floats, or exact. Each pair of processes runs beside the one that it is compared with,
+and both take turns of six updates, whose time is compared. Peak memory is the most that
+torch's allocator holds in a process, from before the model is built to the third
+update, and the most that the process has resident.
 
     python tools/benchmarks/bench_sharded.py --output sharded.json
     python tools/benchmarks/bench_sharded.py --quick
@@ -52,7 +52,6 @@ from tools.record import parser_with_output, row, save
 MODELS = "gpt", "mlp"  # of bench_live.py
 # Of both processes of a pair that are one member, of two of them, and of others.
 ONE_MEMBER, TWO_MEMBERS = ("live", "live exact", "torchft"), ("2 x 1", "2 x 1 exact")
-PAIRS = "FSDP2", "elastic", "elastic exact", *ONE_MEMBER, "DDP", *TWO_MEMBERS
 # The pair that is measured, the one that it is compared with, and the goals for time
 # and for memory.
 RATIOS = (
@@ -99,8 +98,8 @@ class Ends:
 
 
 def train(
-    rank: int, pair: str, name: str, substeps: int, num_updates: int, folder: str,
-    lighthouse: str = "",
+    rank: int, pair: str, number: int, name: str, substeps: int, num_updates: int,
+    folder: str, lighthouse: str = "",
 ) -> Found:  # fmt: skip
     """Trains one of a pair; returns the seconds of turns, and peaks of memory."""
     if not torch.distributed.is_initialized():  # a member of one process
@@ -110,7 +109,7 @@ def train(
     dtype = torch.float64 if is_exact else None
     loop = Loop(name, None if pair == "DDP" else partial(shard, dtype))
     model: Any = loop.model
-    turns = partial(Turns, Path(folder), PAIRS.index(pair), num_updates, len(PAIRS))
+    turns = partial(Turns, Path(folder), number, num_updates, num_pairs=2)
     if pair in ("FSDP2", "DDP", "torchft"):
         inner: Any = loop.inner
         if pair == "DDP":
@@ -136,8 +135,8 @@ def train_elastically(
 ) -> Ends:  # fmt: skip
     """Trains with the elastic wrapper, as a member where there is a lighthouse."""
     sampler = vbs.CustomSampler(
-        dataset_size=10**6, trace=[2 * substeps], minibatch_size=1, on_end="hold",
-        verbose=False,
+        dataset_size=2 * substeps * num_updates, trace=[2 * substeps],
+        minibatch_size=1, on_end="hold", verbose=False,
     )  # fmt: skip
     exact = loop.model if is_exact else None
     optimizer = vbs.ConstantOptimizer(loop.inner, sampler, exact=exact)
@@ -186,14 +185,16 @@ def of_torchft(rank: int, model: nn.Module, inner: Any, lighthouse: str) -> Any:
     return optimizer
 
 
-def measured(name: str, substeps: int, num_turns: int) -> dict[str, list[Found]]:
-    """Returns what the processes of all pairs have found."""
+def measured(
+    pairs: tuple[str, str], name: str, substeps: int, num_turns: int
+) -> list[list[Found]]:
+    """Returns what the processes of two pairs have found."""
     num_updates = TURN * (num_turns + 1)
     processes: dict[str, list[subprocess.Popen[str]]] = {}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        for pair in PAIRS:
-            told: tuple[Any, ...] = (pair, name, substeps, num_updates, folder)
+        for number, pair in enumerate(pairs):
+            told: tuple[Any, ...] = (pair, number, name, substeps, num_updates, folder)
             variables, code = {}, "[bench_sharded.train(0, *{})]"
             if pair not in TWO_MEMBERS:
                 code = "xla_replica.launch(bench_sharded.train, {}, 2, 'cpu')"
@@ -204,45 +205,52 @@ def measured(name: str, substeps: int, num_turns: int) -> dict[str, list[Found]]
             if pair == "torchft":
                 told, variables = (*told, address), {}
             code = f"import json; print(json.dumps({code.format(told)}))"
-            number = 2 if pair in TWO_MEMBERS else 1
-            made = [start(code, "bench_sharded", **variables) for _ in range(number)]
+            count = 2 if pair in TWO_MEMBERS else 1
+            made = [start(code, "bench_sharded", **variables) for _ in range(count)]
             processes[pair] = made
-        while len(list(Path(folder).glob("ready-*"))) < 2 * len(PAIRS):
+        while len(list(Path(folder).glob("ready-*"))) < 4:
             for pair, own in processes.items():
                 if any(process.poll() for process in own):
                     raise SystemExit(f"{pair} could not begin")
             time.sleep(0.1)
         Path(folder, "turn-0").touch()
-        found: dict[str, list[Found]] = {pair: [] for pair in PAIRS}
-        for pair, own in processes.items():
-            for text in [process.communicate()[0] for process in own]:
-                found[pair] += json.loads(text.splitlines()[-1])
-    return found
+        texts = [[each.communicate()[0] for each in processes[pair]] for pair in pairs]
+    return [
+        [found for text in own for found in json.loads(text.splitlines()[-1])]
+        for own in texts
+    ]
 
 
 def main() -> None:
     parser = parser_with_output(__doc__)
-    parser.add_argument("--turns", type=int, default=12, help="default: 12")
-    add_cases(parser, MODELS)
-    parser.add_argument("--quick", action="store_true", help="two turns")
+    parser.add_argument("--turns", type=int, default=3, help="default: 3")
+    add_cases(parser, MODELS, [2])
+    pairs = [ratio[0] for ratio in RATIOS]
+    parser.add_argument(
+        "--pairs", nargs="+", choices=pairs, default=pairs, help="default: all"
+    )
+    parser.add_argument("--quick", action="store_true", help="one turn, one model")
     options = parser.parse_args()
-    rows, num_turns = [], 2 if options.quick else options.turns
-    cases = [(name, count) for name in options.models for count in options.substeps]
-    for name, substeps in tqdm(cases, desc="models", disable=None):
-        found, of = measured(name, substeps, num_turns), f"{name}, {substeps} a step"
-        times = {pair: own[0]["seconds"] for pair, own in found.items()}
-        ms = [1e3 * seconds / (TURN - 1) for seconds in times["FSDP2"]]
-        rows.append(row(f"FSDP2 step: {of}", ms, "ms"))
-        for pair, other, goal, _ in RATIOS:
-            ratios = [mine / its for mine, its in zip(times[pair], times[other])]
-            rows.append(row(f"{pair} over {other}: {of}", ratios, at_most=goal))
-        for kind in ("allocated", "resident"):
-            peaks = {pair: max(p[kind] for p in own) for pair, own in found.items()}
-            rows.append(row(f"FSDP2's peak {kind}: {of}", peaks["FSDP2"], "MB"))
-            for pair, other, _, most in RATIOS:
-                goal = most if kind == "allocated" else None
-                ratio, work = peaks[pair] / peaks[other], f"{pair} over {other}"
-                rows.append(row(f"peak {kind}, {work}: {of}", ratio, at_most=goal))
+    rows, num_turns = [], 1 if options.quick else options.turns
+    cases = [
+        (name, count, *ratio)
+        for name in options.models[: 1 if options.quick else None]
+        for count in options.substeps
+        for ratio in RATIOS
+        if ratio[0] in options.pairs
+    ]
+    for name, count, pair, other, goal, most in tqdm(cases, "pairs", disable=None):
+        found = measured((pair, other), name, count, num_turns)
+        of, work = f"{name}, {count} a step", f"{pair} over {other}"
+        mine, its = (own[0]["seconds"] for own in found)
+        ms = [1e3 * seconds / (TURN - 1) for seconds in its]
+        rows.append(row(f"{other} step beside {pair}: {of}", ms, "ms"))
+        ratios = [one / another for one, another in zip(mine, its)]
+        rows.append(row(f"{work}: {of}", ratios, at_most=goal))
+        for kind, limit in (("allocated", most), ("resident", None)):
+            mine, its = (max(each[kind] for each in own) for own in found)
+            rows.append(row(f"{other}'s peak {kind} beside {pair}: {of}", its, "MB"))
+            rows.append(row(f"peak {kind}, {work}: {of}", mine / its, at_most=limit))
     others = {"torchft": importlib.metadata.version("torchft")}
     save(options.output, {"others": others, "rows": rows})
 

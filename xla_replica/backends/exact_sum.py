@@ -18,7 +18,7 @@ from xla_replica.backends.sharded_sum import ShardedSum
 from xla_replica.common.trees import Tensors
 from xla_replica.device.gradients import weak_hook
 from xla_replica.device.row_units import RowTotal, RowUnits, num_rows
-from xla_replica.device.sharded import is_sharded, local, whole
+from xla_replica.device.sharded import is_sharded, local, use_memory, whole
 
 Names = Mapping[nn.Parameter, str]
 
@@ -211,7 +211,8 @@ class ShardedExactSum(ShardedSum):
     A whole gradient is rounded to multiples of its rows' units before FSDP2 scatters
     it, which adds them in float64, and so without rounding. A replica adds its part of
     that to int32, or int64 where a step has many minibatches; members sum these.
-    ``.grad`` is None but in a backward pass and, as the mean, in the update.
+    ``.grad`` is None but in a backward pass and, as the mean, in the update. A mean of
+    float32 has the memory of its int32, in a backward pass too.
 
     Args:
         floats: Would sum the same gradients as floats.
@@ -223,6 +224,8 @@ class ShardedExactSum(ShardedSum):
         super().__init__(floats.replica, floats.may_begin, floats.is_whole)
         self._row_units, self._names = units, names
         self._totals: dict[nn.Parameter, torch.Tensor] = {}
+        # Those of a module, one after another, by its first parameter.
+        self._flats: dict[nn.Parameter, torch.Tensor] = {}
         self._rounded: set[str] = set()  # in this minibatch
         self._versions: dict[nn.Parameter, int] = {}  # of ``.grad``, when it was added
         self._divisor: int | torch.Tensor = 1
@@ -277,22 +280,37 @@ class ShardedExactSum(ShardedSum):
         dim, length = _split(parameter)
         num_padded = length * (parameter.numel() // max(1, parameter.shape[dim]))
         self._check_added(num_padded <= self._rest.numel())
-        self._add(parameter, self._rest[: local(parameter).numel()])
+        if parameter in self.gradients:
+            self._add(parameter, self._rest[: local(parameter).numel()])
+            parameter.grad = self.gradients[parameter]  # what FSDP2 has made is freed
+            self._versions[parameter] = local(parameter.grad)._version
         self._rest = self._rest[num_padded:]
-        self._versions[parameter] = local(parameter.grad)._version
+        if self.replica.is_host and not self._rest.numel():
+            # FSDP2 keeps it until the pass ends, for the sake of devices' streams.
+            self._rest.untyped_storage().resize_(0)
         super().note(parameter)
 
     def _add(self, parameter: nn.Parameter, multiples: torch.Tensor) -> None:
-        if parameter in self.gradients:
-            total = self._part(parameter)
-            total.add_(multiples.to(total.dtype))
+        total = self._part(parameter)
+        total.add_(multiples.to(total.dtype))
 
     def _part(self, parameter: nn.Parameter) -> torch.Tensor:
         if parameter not in self._totals:
-            own = local(parameter)
-            dtype = torch.int64 if self._row_units.is_wide else torch.int32
-            self._totals[parameter] = own.new_zeros(own.numel(), dtype=dtype)
+            unit = self._shards.units.get(parameter)
+            self._summand([parameter] if unit is None else self._units[unit()])
         return self._totals[parameter]
+
+    def _summand(self, own: list[nn.Parameter]) -> torch.Tensor:
+        """Returns the totals of a module's parameters, or of a whole one."""
+        if own[0] not in self._flats:
+            sizes = [local(parameter).numel() for parameter in own]
+            dtype = torch.int64 if self._row_units.is_wide else torch.int32
+            flat = local(own[0]).new_zeros(sum(sizes), dtype=dtype)
+            self._flats[own[0]] = flat
+            self._totals.update(zip(own, flat.split(sizes)))
+            if is_sharded(own[0]) and own[0].element_size() == dtype.itemsize:
+                use_memory([self.gradients[p] for p in own], flat.view(own[0].dtype))
+        return self._flats[own[0]]
 
     def _check_added(self, fits: bool) -> None:
         """Raises ValueError unless what FSDP2 has summed fits these parameters."""
@@ -330,34 +348,30 @@ class ShardedExactSum(ShardedSum):
         """Makes ``.grad`` the means that the sums amount to; weighted ones are sums."""
         divisors = self._row_units.divisors(self._divisor)
         for parameter, gradient in self.gradients.items():
-            mean = local(gradient)
-            if mean.numel():
-                by_row = divisors[self._rows(parameter)]
-                multiples = self._part(parameter).view(len(by_row), -1)
+            total = self._part(parameter)
+            if total.numel():
+                mean, by_row = local(gradient), divisors[self._rows(parameter)]
+                multiples = total.view(len(by_row), -1)
                 mean.copy_((multiples / by_row).view(mean.shape))
             parameter.grad = gradient
 
     def _rows(self, parameter: Any) -> slice:
         """Returns which of all rows this replica's part of a parameter has."""
         rows = self._row_units.rows[self._names[parameter]]
-        if num_rows(parameter) == 1 or not is_sharded(parameter):
-            return rows
-        dim, length = _split(parameter)
-        if dim > 0:  # it has a part of all of them
+        dim, length = _split(parameter) if is_sharded(parameter) else (None, 0)
+        if num_rows(parameter) == 1 or dim != 0:  # it has a part of all of them
             return rows
         first = rows.start + parameter.device_mesh.get_coordinate()[-1] * length
         return slice(first, first + len(local(parameter)))
 
     def _norm(self, parameters: Tensors) -> torch.Tensor:
         """Returns the norm of whole gradients, as torch does, one after another."""
-        gradients: Any = (whole(parameter.grad) for parameter in parameters)
-        norms = [torch._foreach_norm([each])[0] for each in gradients]
+        norms = [torch._foreach_norm([whole(p.grad)])[0] for p in parameters]
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def clear(self) -> None:
         super().clear()
-        self._totals.clear()
-        self._versions.clear()
+        self._totals, self._flats, self._versions = {}, {}, {}
         self._rest = torch.empty(0)
         for parameter in self.gradients:
             parameter.grad = None

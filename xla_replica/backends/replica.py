@@ -136,7 +136,7 @@ class Replica(abc.ABC):
         """Returns ``(num_replicas, *tensor.shape)``: every replica's tensor."""
 
     def all_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the largest number of all replicas, for every element."""
+        """Returns the largest number of all replicas, for every element, none a NaN."""
         return self.all_gather(tensor).amax(0)
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
@@ -195,7 +195,7 @@ class Replica(abc.ABC):
     def sums_parts(self) -> Begin | None:
         """Returns what begins to sum a tensor of shards with other members' in place.
 
-        None outside of live runs.
+        None while there is no other member.
         """
         return None
 

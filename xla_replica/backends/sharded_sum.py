@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xla_replica.backends.gradient_sum import Begin, GradientSum, Pass
-from xla_replica.common.trees import Tensors, copy_parts_
+from xla_replica.common.trees import Tensors
 from xla_replica.device.gradients import accumulation_hook, weak_hook
-from xla_replica.device.sharded import is_sharded, local
+from xla_replica.device.sharded import is_sharded, local, use_memory
 
 if TYPE_CHECKING:
     from xla_replica.backends.replica import Replica
@@ -185,7 +185,7 @@ class ShardedSum(GradientSum):
         self._newest: Any = None  # the unit that FSDP2 sums
         self._ready: set[Any] = set()  # units that it has summed
         # Of units, in this order: sums over members that have begun.
-        self._begun: list[tuple[list[nn.Parameter], Any, Callable[[], None]]] = []
+        self._begun: list[tuple[list[nn.Parameter], Callable[[], None]]] = []
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -219,7 +219,8 @@ class ShardedSum(GradientSum):
         if not now.is_first:
             self._check_copied()
         self._reduced.clear()
-        self._is_last, self._newest = now.is_last, None
+        self._begin = self.replica.sums_parts()
+        self._is_last, self._newest, self._ready = now.is_last, None, set()
         for place in self._places:
             place.counts, place.has_new = now.counts, False
         for unit in self._units:
@@ -268,28 +269,30 @@ class ShardedSum(GradientSum):
         for unit, own in [*self._units.items()][::-1][len(self._begun) :]:
             if unit not in self._ready:
                 return
-            flat = torch.cat([self._part(p).reshape(-1) for p in own])
-            self._begun.append((own, flat, begin(flat)))
+            self._begun.append((own, begin(self._summand(own))))
 
-    def _sum_members(self, begin: Begin) -> None:
-        self._ready.update(self._units)
-        self._begin_ready(begin)
-        self.replica.together([wait for _, _, wait in self._begun])
-        for own, flat, _ in self._begun:
-            copy_parts_([self._part(p) for p in own], flat)
-        self._forget_begun()
+    def _summand(self, own: list[nn.Parameter]) -> torch.Tensor:
+        """Returns the memory of a module's gradients, which members sum in place."""
+        for parameter in {*own} - self._summed:  # the step has no gradient of these
+            parameter.grad = self.gradients[parameter].zero_()
+        self._summed.update(own)
+        return self._joined(own)
+
+    def _joined(self, own: list[nn.Parameter]) -> torch.Tensor:
+        """Moves gradients to one new tensor, and returns it."""
+        gradients = [self.gradients[parameter] for parameter in own]
+        flat = torch.cat([local(gradient).reshape(-1) for gradient in gradients])
+        use_memory(gradients, flat)
+        return flat
 
     def _part(self, parameter: nn.Parameter) -> torch.Tensor:
         """Returns what this replica has of the sum of a parameter's gradients."""
         return local(self.gradients[parameter])
 
-    def _forget_begun(self) -> None:
-        self._begun, self._newest, self._ready = [], None, set()
-
     def has_begun(self, parameter: nn.Parameter) -> bool:
         place = self._shards.places.get(parameter)
         is_added = is_sharded(parameter) and place.has_new and place.was_kept
-        return parameter in self._reduced or is_added
+        return is_added or parameter in (self._summed if self._begun else self._reduced)
 
     def accumulates_elsewhere(self, parameter: nn.Parameter) -> bool:
         return parameter in self._copied or (self.is_whole and is_sharded(parameter))
@@ -297,8 +300,7 @@ class ShardedSum(GradientSum):
     # --- the sum --------------------------------------------------------------------
 
     def sum_(self, others: Tensors, divisor: int | torch.Tensor | None) -> None:
-        sharded = list(self._sharded())
-        if sharded and not self._reduced:
+        if [*self._sharded()] and not self._reduced:
             raise ValueError(
                 "FSDP2 has not summed the gradients of this step in its last backward "
                 "pass: call optimizer.set_epoch(epoch) before every epoch, and step() "
@@ -313,7 +315,11 @@ class ShardedSum(GradientSum):
                 )
         self._check_copied()
         if self._begin is not None:
-            self._sum_members(self._begin)
+            self._ready.update(self._units)
+            self._summed.update(self.gradients)  # what has none is zero since the pass
+            self._begin_ready(self._begin)
+            self.replica.together([wait for _, wait in self._begun])
+            self._begun = []
         whole = [self._part(p) for p in self.gradients if not is_sharded(p)]
         self.replica.all_reduce_([*whole, *others])
         if divisor is not None:
@@ -333,6 +339,8 @@ class ShardedSum(GradientSum):
 
     def clear(self) -> None:
         with torch.no_grad():
+            for own, _ in self._begun:  # a sum that hangs may still write to theirs
+                self._joined(own)
             pairs = zip(self.gradients.items(), self._places)
             for (parameter, gradient), place in pairs:
                 place.counts = True
@@ -344,7 +352,7 @@ class ShardedSum(GradientSum):
                     gradient.zero_()
         self._summed.clear()
         self._seen = []
-        self._forget_begun()
+        self._begun = []
         for unit in self._units:
             _forget_accumulated(unit)
 

@@ -28,6 +28,13 @@ def local(tensor: Any) -> torch.Tensor:
     return own
 
 
+@torch.no_grad()
+def use_memory(tensors: list[Any], flat: torch.Tensor) -> None:
+    """Makes a flat tensor the memory of what this process holds of DTensors."""
+    for tensor, memory in zip(tensors, flat.split([local(t).numel() for t in tensors])):
+        tensor.to_local().data = memory.view(tensor.to_local().shape)
+
+
 def whole(tensor: Any) -> torch.Tensor:
     """Returns all numbers of a tensor, on every process that has a part. Collective."""
     full: torch.Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor

@@ -272,8 +272,7 @@ class MemberReplica(Replica):
     @property
     def _is_alone(self) -> bool:
         """Whether there is no other member to sum with. It is not after a loss."""
-        is_one = self.met is None or len(self.met.members) == 1
-        return is_one and not self._is_broken
+        return not self._is_broken and (self.met is None or len(self.met.members) == 1)
 
     @property
     def _is_cut_off(self) -> bool:
@@ -315,10 +314,14 @@ class MemberReplica(Replica):
             if self._membership:
                 self._membership.note_together()
 
-    def _sum_over_members(self, verb: str, tensor: torch.Tensor) -> None:
-        """Replaces a tensor on the first replica's host by its sum over members."""
-        self._lead(verb, methodcaller("allreduce", [tensor]))
-        self._slice.tell(tensor)
+    def _sum_over_members(self, verb: str, tensor: torch.Tensor, *of: Any) -> None:
+        """Replaces a tensor on the first replica's host by its sum over members.
+
+        Or by what another ``ReduceOp`` makes of it.
+        """
+        if tensor.numel():
+            self._lead(verb, methodcaller("allreduce", [tensor], *of))
+            self._slice.tell(tensor)
 
     def _rows(self, verb: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns ``(num_replicas, *tensor.shape)`` on the host: every replica's.
@@ -329,9 +332,8 @@ class MemberReplica(Replica):
         own = self._slice.gather(as_bytes(value))
         rows = torch.zeros(self.num_replicas, own.shape[1], dtype=torch.uint8)
         first = self._firsts[self.member]
-        rows[first : first + len(own)] = own
-        if rows.numel():  # members' rows are apart
-            self._sum_over_members(verb, rows)
+        rows[first : first + len(own)] = own  # members' rows are apart
+        self._sum_over_members(verb, rows)
         return rows.view(-1).view(value.dtype).reshape(self.num_replicas, *value.shape)
 
     # --- collectives ----------------------------------------------------------------
@@ -358,14 +360,14 @@ class MemberReplica(Replica):
                 self._sum_over_members("all_reduce_", flat)
                 copy_parts_(own, self.send(flat))
 
-    def sums_parts(self) -> Begin:
+    def sums_parts(self) -> Begin | None:
         if not self.is_host:
             raise TypeError(
                 "live members whose model FSDP2 shards compute on CPUs so far: "
                 "train it without LIVE_LIGHTHOUSE, or keep it whole"
             )
         self._has_shards = True
-        return self._begin_over_members
+        return None if self._is_alone else self._begin_over_members
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Begins a sum over members, in the order of all others; a slice makes it.
@@ -399,7 +401,9 @@ class MemberReplica(Replica):
         self._lead("barrier", methodcaller("allreduce", [torch.zeros(1)], options))
 
     def all_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.send(self._rows("all_max", tensor).amax(0))
+        [largest] = self.fetch([self._inner.all_max(tensor)])
+        self._sum_over_members("all_max", largest, torch.distributed.ReduceOp.MAX)
+        return self.send(largest)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.num_replicas == 1:
