@@ -85,9 +85,12 @@ class BackwardPass:
         self._params = self.settings.params
         # One sample's loop is an ordinary backward pass, and needs no permission.
         self._has_loop = self.settings.has_fallback or len(self.losses) == 1
-        # What the pass's gradients are multiplied by to be those of the losses.
-        num_summed = len(self.losses) if self.accumulate == "mean" else 1
-        self._multiplier = num_summed / self.settings.scale
+        # What the pass is of, and what its gradients are multiplied by to be those of
+        # the losses.
+        is_mean, scale = self.accumulate == "mean", self.settings.scale
+        total = self.losses.mean() if is_mean else self.losses.sum()
+        self._total = total * scale if scale != 1 else total
+        self._multiplier = (len(self.losses) if is_mean else 1) / scale
         self._traits = xla_replica.traits(self.losses)
         self._comparer: Comparer | None = None
         self._budget = 0
@@ -115,22 +118,23 @@ class BackwardPass:
         if self._calls or self.accumulate is not None:
             self._apply_rules(table.nodes)
         table.nodes.clear()
-        self._refuse_problems()
         if self.problems:
+            self._refuse_problems()
             self._use_fallback(self.problems)
         self._hand_on_rest()
         if self._comparer is not None:
             self._conclude(self._comparer, table)
         self._refuse_changes([*self._versions])
         for factors in self._waiting:
-            factors.refuse_changes(_EDITED, ", ".join(factors.shapes))
+            factors.versions.refuse_changes(_EDITED, ", ".join(factors.shapes))
             self.receive(factors)
 
     def _begin(self, table: Table) -> None:
         """Takes the calls, decides on a comparison, and refuses what is known wrong."""
         settings, proof, calls = self.settings, table.proof, table.calls
         self.problems = {name: [why] for name, why in table.problems.items()}
-        self._refuse_problems()
+        if self.problems:
+            self._refuse_problems()
         if proof is not None:
             self._cancelling |= proof.cancelling
             if settings.has_fallback and not self.reported:
@@ -166,11 +170,12 @@ class BackwardPass:
             cancelling=self._cancelling,
             may_read=self._may_read,
             of_bfloat16=self._wide.isdisjoint(merged),
+            versions=forms.Versions((), [u for uses in merged.values() for u in uses]),
         )
 
     def _refuse_problems(self) -> None:
-        """Raises CoverageError if there are problems, and no fallback for them."""
-        if not self.problems or self._has_loop:
+        """Raises CoverageError for problems without a fallback."""
+        if self._has_loop:
             return
         by_reason: dict[str, list[str]] = {}
         for name, reasons in self.problems.items():
@@ -183,12 +188,6 @@ class BackwardPass:
             'fallback="loop" (B backward passes of the batch): '
             "docs/per_sample_grad.md#never-silently-wrong"
         )
-
-    def _total(self) -> torch.Tensor:
-        """Returns what the pass is of."""
-        total = self.losses.mean() if self.accumulate == "mean" else self.losses.sum()
-        scale = self.settings.scale
-        return total * scale if scale != 1 else total
 
     def _new_comparer(self, table: Table) -> Comparer | None:
         """Returns a comparer; None if nothing has to be compared in this capture."""
@@ -250,7 +249,7 @@ class BackwardPass:
             for number in sorted({*range(len(edges))}.difference(asked)):
                 hook = functools.partial(come_by, number)
                 placed.callback(edges[number].node.register_prehook(hook).remove)
-            total, wanted = self._total(), [edges[number] for number in asked]
+            total, wanted = self._total, [edges[number] for number in asked]
             try:
                 if self.accumulate is None:
                     options = {"retain_graph": retain_graph, "allow_unused": True}
@@ -288,7 +287,9 @@ class BackwardPass:
                 if self._num_missing[name] or name in self.problems:
                     continue
                 self._refuse_changes([name])
-                uses = forms.merge(self._parts.pop(name, []))
+                uses = self._parts.pop(name, [])
+                if len(uses) > 1:
+                    uses = forms.merge(uses)
                 if not self._keeps_small(name, uses):
                     complete[name] = uses
             if complete:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
@@ -106,17 +107,20 @@ class Capture:
         )
         self._comparison: Comparison | None = None
         self.unused: frozenset[str] = frozenset()
-        self._recorder = Recorder(self._settings)
+        self._recorder, self._hooks = Recorder(self._settings), contextlib.ExitStack()
         self._answered = False
         # What else takes a gradient; None: nothing can be added.
         self._others: list[torch.Tensor] | None = None
 
     def __enter__(self) -> Capture:
-        self._recorder.start()
+        self._hooks.close()
+        self._hooks = self._recorder.place_hooks()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._recorder.stop(forget=kind is not None)
+        self._hooks.close()
+        if kind is not None:
+            self._recorder.calls.clear()
 
     @property
     def compared(self) -> bool:
@@ -340,7 +344,7 @@ class Capture:
         self, losses: torch.Tensor, receive: Callable[[Factors], None], **options: Any
     ) -> BackwardPass:
         """Runs the backward pass; the arguments are those of `BackwardPass`."""
-        self._recorder.stop()
+        self._hooks.close()
         if losses.dim() != 1 or not losses.dtype.is_floating_point:
             raise ValueError(
                 f"losses of shape {tuple(losses.shape)} and dtype {losses.dtype}: give "
@@ -361,7 +365,7 @@ class Capture:
         settings.refuse_hooked(self.params)
         backward_pass = BackwardPass(self._settings, losses, receive, **options)
         found = walk(self._settings, losses, self._recorder) if len(losses) else NOTHING
-        self._recorder.stop(forget=True)
+        self._recorder.calls.clear()
         self._answered = True
         backward_pass.run(found)
         self._comparison = backward_pass.compared
