@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointError
 import xla_replica
 from per_sample_grad.engine import comparison
 from per_sample_grad.engine.comparison import Comparer, Comparison, Proof
-from per_sample_grad.engine.recording import RecordedCall, RecordedModule
+from per_sample_grad.engine.recording import RecordedCall
 from per_sample_grad.engine.settings import Accumulate, Settings
 from per_sample_grad.engine.walk import Table
 from per_sample_grad.errors import CoverageError, PerSampleError, Refusal
@@ -54,13 +54,13 @@ class BackwardPass:
     Attributes:
         settings: Those of the capture.
         losses: ``(B,)``.
-        receive: Takes the factors of some parameters at a time. Factors from a
-            fallback come after those of a rule, and may replace them.
+        receive: Takes the factors of some parameters at a time.
         retain_graph: Whether to keep the graph.
         accumulate: What of the losses the pass is of, if it adds to ``.grad``.
         reported: Whether what is missing or wrong is for a report and not an error,
             and no fallback replaces a wrong rule.
-        waits: Whether factors are handed on when the pass is over, and not at once.
+        together: Whether all factors are handed on together, when the pass is over; so
+            they are with a fallback, which may replace those of a rule.
         modules: The modules of all calls that the losses depend on.
         problems: Why parameters have no contributions, by name.
         compared: The last comparison with autograd; None: none was due.
@@ -73,13 +73,11 @@ class BackwardPass:
     retain_graph: bool = False
     accumulate: Accumulate | None = None
     reported: bool = False
-    waits: bool = False
+    together: bool = False
 
     def __post_init__(self) -> None:
         if self.accumulate is not None:
             check_choice("accumulate", self.accumulate, get_args(Accumulate))
-        self.modules: list[RecordedModule] = []
-        self.problems: dict[str, list[str]] = {}
         self.compared: Comparison | None = None
         self.unused: set[str] = set()
         self._params = self.settings.params
@@ -92,9 +90,6 @@ class BackwardPass:
         self._total = total * scale if scale != 1 else total
         self._multiplier = (len(self.losses) if is_mean else 1) / scale
         self._traits = xla_replica.traits(self.losses)
-        self._comparer: Comparer | None = None
-        self._budget = 0
-        self._calls: list[RecordedCall | None] = []
         # How many calls of each parameter the pass has not come to.
         self._num_missing: Counter[str] = Counter()
         # Contributions that wait for those of other calls, by the parameter's name.
@@ -109,7 +104,7 @@ class BackwardPass:
         # Parameters whose positions cancel, as far as that is known.
         self._cancelling: set[str] = set()
         self._may_read = self._traits.is_host
-        # What waits for the end, one by one: the same programs as in a pass at once.
+        self.together |= self.settings.has_fallback and not self.reported
         self._waiting: list[Factors] = []
 
     def run(self, table: Table) -> None:
@@ -125,9 +120,15 @@ class BackwardPass:
         if self._comparer is not None:
             self._conclude(self._comparer, table)
         self._refuse_changes([*self._versions])
+        merged: dict[str, Sequence[Contribution]] = {}
         for factors in self._waiting:
             factors.versions.refuse_changes(_EDITED, ", ".join(factors.shapes))
-            self.receive(factors)
+            if self.together:
+                merged.update(factors.merged)
+            else:  # one by one: the same programs as in a pass without a comparison
+                self.receive(factors)
+        if self.together:
+            self.receive(self.factors_of({name: merged[name] for name in self._params}))
 
     def _begin(self, table: Table) -> None:
         """Takes the calls, decides on a comparison, and refuses what is known wrong."""
@@ -145,8 +146,7 @@ class BackwardPass:
             wrong_operations.refuse_wrong_operations(found)
         self._comparer = self._new_comparer(table)
         if self._comparer is not None:
-            # A comparison reads the device anyway; a lazy one must not be read before.
-            self.waits |= self._traits.is_lazy
+            # It reads the device anyway; a lazy one must not be read before.
             self._may_read |= not self._traits.is_lazy
         # Temporaries are in float32.
         recorded = sum([4 * call.shape.numel() for call in calls])
@@ -155,7 +155,7 @@ class BackwardPass:
         least = plan.SMALLEST_BUDGET_ON_HOST if is_host else plan.SMALLEST_BUDGET
         self._budget = settings.budget or min(plan.LARGEST_BUDGET, max(least, share))
         self.modules = [call.owner for call in calls]
-        self._calls = list(calls)
+        self._calls: list[RecordedCall | None] = list(calls)
         calls.clear()
 
     def factors_of(self, merged: Mapping[str, Sequence[Contribution]]) -> Factors:
@@ -361,7 +361,8 @@ class BackwardPass:
         if self._comparer is not None:
             self._comparer.add(factors)
         self._handed_on.update(merged)
-        if self.waits:
+        # A comparison reads a lazy device, and nothing may do so before.
+        if self.together or (self._comparer is not None and self._traits.is_lazy):
             self._waiting.append(factors)
         else:
             self.receive(factors)

@@ -151,10 +151,9 @@ class Capture:
                 recorded.
             CouplingError: The answer differs from autograd's.
         """
-        parts: list[Factors] = []
-        finished = self._run(losses, parts.append, waits=True, **how)
-        merged = {name: uses for part in parts for name, uses in part.merged.items()}
-        return finished.factors_of({name: merged[name] for name in self.params})
+        found: list[Factors] = []
+        self._run(losses, found.append, together=True, **how)
+        return found[0]
 
     def stream(
         self,
@@ -192,8 +191,6 @@ class Capture:
             >>> recorded.stream(losses, lambda factors: factors.norms(squared=True))
             tensor([25.,  4.])
         """
-        if self._settings.has_fallback:
-            return answer(self.backward(losses, **how))
         answers: list[_T] = []
 
         def ask(factors: Factors) -> None:
@@ -219,17 +216,18 @@ class Capture:
         Raises:
             PerSampleError: As for `backward`.
         """
+        found: dict[str, torch.Tensor] = {}
         later: list[Factors] = []
 
-        def form(factors: Factors) -> dict[str, torch.Tensor]:
-            if not factors.are_smaller:
-                return factors.materialize()
-            later.append(factors)
-            return {}
+        def form(factors: Factors) -> None:
+            if factors.are_smaller:
+                later.append(factors)
+            else:
+                found.update(factors.materialize())
 
-        found = self.stream(losses, form, **how)
+        self._run(losses, form, **how)
         while later:
-            found |= later.pop().materialize()
+            found.update(later.pop().materialize())
         return {name: found[name] for name in self.params}
 
     def add_gradients(self, sums: Mapping[str, torch.Tensor]) -> None:
@@ -311,8 +309,9 @@ class Capture:
             >>> recorded.norms(losses)
             tensor([5., 2.])
         """
-        squares = operator.methodcaller("norms", squared=True)
-        total: torch.Tensor = self.stream(losses, squares, **how)
+        squares: list[torch.Tensor] = []
+        self._run(losses, lambda f: squares.append(f.norms(squared=True)), **how)
+        total = sum(squares[1:], squares[0])
         return total if squared else total.sqrt()
 
     def project(

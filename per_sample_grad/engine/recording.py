@@ -103,7 +103,7 @@ class RecordedCall(NamedTuple):
         )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Recorder:
     """What hooks on the modules of a model that have selected parameters record.
 

@@ -44,6 +44,7 @@ class Settings:
     scale: float
 
     def __post_init__(self) -> None:
+        # A sharded parameter, a DTensor, is of another class.
         if not {nn.Parameter}.issuperset(map(type, self.params.values())):
             refuse_sharded(self.params, "capture", ", or leave these out (params=)")
         refuse_hooked(self.params)
