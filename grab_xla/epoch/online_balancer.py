@@ -57,7 +57,7 @@ class OnlineBalancer:
         self._replica.sync()
         self._placements: list[Tensor] = []
         self._thresholds: Tensor | None = None
-        self.num_seen = 0
+        self._num_leaves, self.num_seen = ordering.num_leaves, 0
 
     @torch.no_grad()
     def reset(self, num_samples: int, generator: torch.Generator) -> None:
@@ -115,7 +115,7 @@ class OnlineBalancer:
         """Raises ValueError if `Ordering.balance` may not return these."""
         if self._ordering.placement_dtype.is_floating_point:
             return
-        leaves, is_flag = self._ordering.num_leaves, placements.dtype.kind == "b"
+        leaves, is_flag = self._num_leaves, placements.dtype.kind == "b"
         wrong = is_flag | (placements % 1 != 0) | (np.abs(placements) > leaves)
         if wrong.any():
             raise ValueError(

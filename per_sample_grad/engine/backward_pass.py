@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointError
 import xla_replica
 from per_sample_grad.engine import comparison
 from per_sample_grad.engine.comparison import Comparer, Comparison, Proof
-from per_sample_grad.engine.recording import RecordedCall, RecordedModule
+from per_sample_grad.engine.recording import RecordedCall
 from per_sample_grad.engine.settings import Accumulate, Settings
 from per_sample_grad.engine.walk import Table
 from per_sample_grad.errors import CoverageError, PerSampleError, Refusal
@@ -54,13 +54,13 @@ class BackwardPass:
     Attributes:
         settings: Those of the capture.
         losses: ``(B,)``.
-        receive: Takes the factors of some parameters at a time. Factors from a
-            fallback come after those of a rule, and may replace them.
+        receive: Takes the factors of some parameters at a time.
         retain_graph: Whether to keep the graph.
         accumulate: What of the losses the pass is of, if it adds to ``.grad``.
         reported: Whether what is missing or wrong is for a report and not an error,
             and no fallback replaces a wrong rule.
-        waits: Whether factors are handed on when the pass is over, and not at once.
+        together: Whether all factors are handed on together, when the pass is over; so
+            they are with a fallback, which may replace those of a rule.
         modules: The modules of all calls that the losses depend on.
         problems: Why parameters have no contributions, by name.
         compared: The last comparison with autograd; None: none was due.
@@ -73,25 +73,23 @@ class BackwardPass:
     retain_graph: bool = False
     accumulate: Accumulate | None = None
     reported: bool = False
-    waits: bool = False
+    together: bool = False
 
     def __post_init__(self) -> None:
         if self.accumulate is not None:
             check_choice("accumulate", self.accumulate, get_args(Accumulate))
-        self.modules: list[RecordedModule] = []
-        self.problems: dict[str, list[str]] = {}
         self.compared: Comparison | None = None
         self.unused: set[str] = set()
         self._params = self.settings.params
         # One sample's loop is an ordinary backward pass, and needs no permission.
         self._has_loop = self.settings.has_fallback or len(self.losses) == 1
-        # What the pass's gradients are multiplied by to be those of the losses.
-        num_summed = len(self.losses) if self.accumulate == "mean" else 1
-        self._multiplier = num_summed / self.settings.scale
+        # What the pass is of, and what its gradients are multiplied by to be those of
+        # the losses.
+        is_mean, scale = self.accumulate == "mean", self.settings.scale
+        total = self.losses.mean() if is_mean else self.losses.sum()
+        self._total = total * scale if scale != 1 else total
+        self._multiplier = (len(self.losses) if is_mean else 1) / scale
         self._traits = xla_replica.traits(self.losses)
-        self._comparer: Comparer | None = None
-        self._budget = 0
-        self._calls: list[RecordedCall | None] = []
         # How many calls of each parameter the pass has not come to.
         self._num_missing: Counter[str] = Counter()
         # Contributions that wait for those of other calls, by the parameter's name.
@@ -106,7 +104,7 @@ class BackwardPass:
         # Parameters whose positions cancel, as far as that is known.
         self._cancelling: set[str] = set()
         self._may_read = self._traits.is_host
-        # What waits for the end, one by one: the same programs as in a pass at once.
+        self.together |= self.settings.has_fallback and not self.reported
         self._waiting: list[Factors] = []
 
     def run(self, table: Table) -> None:
@@ -115,22 +113,29 @@ class BackwardPass:
         if self._calls or self.accumulate is not None:
             self._apply_rules(table.nodes)
         table.nodes.clear()
-        self._refuse_problems()
         if self.problems:
+            self._refuse_problems()
             self._use_fallback(self.problems)
         self._hand_on_rest()
         if self._comparer is not None:
             self._conclude(self._comparer, table)
         self._refuse_changes([*self._versions])
+        merged: dict[str, Sequence[Contribution]] = {}
         for factors in self._waiting:
-            factors.refuse_changes(_EDITED, ", ".join(factors.shapes))
-            self.receive(factors)
+            factors.versions.refuse_changes(_EDITED, ", ".join(factors.shapes))
+            if self.together:
+                merged.update(factors.merged)
+            else:  # one by one: the same programs as in a pass without a comparison
+                self.receive(factors)
+        if self.together:
+            self.receive(self.factors_of({name: merged[name] for name in self._params}))
 
     def _begin(self, table: Table) -> None:
         """Takes the calls, decides on a comparison, and refuses what is known wrong."""
         settings, proof, calls = self.settings, table.proof, table.calls
         self.problems = {name: [why] for name, why in table.problems.items()}
-        self._refuse_problems()
+        if self.problems:
+            self._refuse_problems()
         if proof is not None:
             self._cancelling |= proof.cancelling
             if settings.has_fallback and not self.reported:
@@ -141,8 +146,7 @@ class BackwardPass:
             wrong_operations.refuse_wrong_operations(found)
         self._comparer = self._new_comparer(table)
         if self._comparer is not None:
-            # A comparison reads the device anyway; a lazy one must not be read before.
-            self.waits |= self._traits.is_lazy
+            # It reads the device anyway; a lazy one must not be read before.
             self._may_read |= not self._traits.is_lazy
         # Temporaries are in float32.
         recorded = sum([4 * call.shape.numel() for call in calls])
@@ -151,7 +155,7 @@ class BackwardPass:
         least = plan.SMALLEST_BUDGET_ON_HOST if is_host else plan.SMALLEST_BUDGET
         self._budget = settings.budget or min(plan.LARGEST_BUDGET, max(least, share))
         self.modules = [call.owner for call in calls]
-        self._calls = list(calls)
+        self._calls: list[RecordedCall | None] = list(calls)
         calls.clear()
 
     def factors_of(self, merged: Mapping[str, Sequence[Contribution]]) -> Factors:
@@ -166,11 +170,12 @@ class BackwardPass:
             cancelling=self._cancelling,
             may_read=self._may_read,
             of_bfloat16=self._wide.isdisjoint(merged),
+            versions=forms.Versions((), [u for uses in merged.values() for u in uses]),
         )
 
     def _refuse_problems(self) -> None:
-        """Raises CoverageError if there are problems, and no fallback for them."""
-        if not self.problems or self._has_loop:
+        """Raises CoverageError for problems without a fallback."""
+        if self._has_loop:
             return
         by_reason: dict[str, list[str]] = {}
         for name, reasons in self.problems.items():
@@ -183,12 +188,6 @@ class BackwardPass:
             'fallback="loop" (B backward passes of the batch): '
             "docs/per_sample_grad.md#never-silently-wrong"
         )
-
-    def _total(self) -> torch.Tensor:
-        """Returns what the pass is of."""
-        total = self.losses.mean() if self.accumulate == "mean" else self.losses.sum()
-        scale = self.settings.scale
-        return total * scale if scale != 1 else total
 
     def _new_comparer(self, table: Table) -> Comparer | None:
         """Returns a comparer; None if nothing has to be compared in this capture."""
@@ -250,7 +249,7 @@ class BackwardPass:
             for number in sorted({*range(len(edges))}.difference(asked)):
                 hook = functools.partial(come_by, number)
                 placed.callback(edges[number].node.register_prehook(hook).remove)
-            total, wanted = self._total(), [edges[number] for number in asked]
+            total, wanted = self._total, [edges[number] for number in asked]
             try:
                 if self.accumulate is None:
                     options = {"retain_graph": retain_graph, "allow_unused": True}
@@ -288,7 +287,9 @@ class BackwardPass:
                 if self._num_missing[name] or name in self.problems:
                     continue
                 self._refuse_changes([name])
-                uses = forms.merge(self._parts.pop(name, []))
+                uses = self._parts.pop(name, [])
+                if len(uses) > 1:
+                    uses = forms.merge(uses)
                 if not self._keeps_small(name, uses):
                     complete[name] = uses
             if complete:
@@ -360,7 +361,8 @@ class BackwardPass:
         if self._comparer is not None:
             self._comparer.add(factors)
         self._handed_on.update(merged)
-        if self.waits:
+        # A comparison reads a lazy device, and nothing may do so before.
+        if self.together or (self._comparer is not None and self._traits.is_lazy):
             self._waiting.append(factors)
         else:
             self.receive(factors)

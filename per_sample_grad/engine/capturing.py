@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
@@ -106,17 +107,20 @@ class Capture:
         )
         self._comparison: Comparison | None = None
         self.unused: frozenset[str] = frozenset()
-        self._recorder = Recorder(self._settings)
+        self._recorder, self._hooks = Recorder(self._settings), contextlib.ExitStack()
         self._answered = False
         # What else takes a gradient; None: nothing can be added.
         self._others: list[torch.Tensor] | None = None
 
     def __enter__(self) -> Capture:
-        self._recorder.start()
+        self._hooks.close()
+        self._hooks = self._recorder.place_hooks()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._recorder.stop(forget=kind is not None)
+        self._hooks.close()
+        if kind is not None:
+            self._recorder.calls.clear()
 
     @property
     def compared(self) -> bool:
@@ -147,10 +151,9 @@ class Capture:
                 recorded.
             CouplingError: The answer differs from autograd's.
         """
-        parts: list[Factors] = []
-        finished = self._run(losses, parts.append, waits=True, **how)
-        merged = {name: uses for part in parts for name, uses in part.merged.items()}
-        return finished.factors_of({name: merged[name] for name in self.params})
+        found: list[Factors] = []
+        self._run(losses, found.append, together=True, **how)
+        return found[0]
 
     def stream(
         self,
@@ -188,8 +191,6 @@ class Capture:
             >>> recorded.stream(losses, lambda factors: factors.norms(squared=True))
             tensor([25.,  4.])
         """
-        if self._settings.has_fallback:
-            return answer(self.backward(losses, **how))
         answers: list[_T] = []
 
         def ask(factors: Factors) -> None:
@@ -215,17 +216,18 @@ class Capture:
         Raises:
             PerSampleError: As for `backward`.
         """
+        found: dict[str, torch.Tensor] = {}
         later: list[Factors] = []
 
-        def form(factors: Factors) -> dict[str, torch.Tensor]:
-            if not factors.are_smaller:
-                return factors.materialize()
-            later.append(factors)
-            return {}
+        def form(factors: Factors) -> None:
+            if factors.are_smaller:
+                later.append(factors)
+            else:
+                found.update(factors.materialize())
 
-        found = self.stream(losses, form, **how)
+        self._run(losses, form, **how)
         while later:
-            found |= later.pop().materialize()
+            found.update(later.pop().materialize())
         return {name: found[name] for name in self.params}
 
     def add_gradients(self, sums: Mapping[str, torch.Tensor]) -> None:
@@ -307,8 +309,9 @@ class Capture:
             >>> recorded.norms(losses)
             tensor([5., 2.])
         """
-        squares = operator.methodcaller("norms", squared=True)
-        total: torch.Tensor = self.stream(losses, squares, **how)
+        squares: list[torch.Tensor] = []
+        self._run(losses, lambda f: squares.append(f.norms(squared=True)), **how)
+        total = sum(squares[1:], squares[0])
         return total if squared else total.sqrt()
 
     def project(
@@ -340,7 +343,7 @@ class Capture:
         self, losses: torch.Tensor, receive: Callable[[Factors], None], **options: Any
     ) -> BackwardPass:
         """Runs the backward pass; the arguments are those of `BackwardPass`."""
-        self._recorder.stop()
+        self._hooks.close()
         if losses.dim() != 1 or not losses.dtype.is_floating_point:
             raise ValueError(
                 f"losses of shape {tuple(losses.shape)} and dtype {losses.dtype}: give "
@@ -361,7 +364,7 @@ class Capture:
         settings.refuse_hooked(self.params)
         backward_pass = BackwardPass(self._settings, losses, receive, **options)
         found = walk(self._settings, losses, self._recorder) if len(losses) else NOTHING
-        self._recorder.stop(forget=True)
+        self._recorder.calls.clear()
         self._answered = True
         backward_pass.run(found)
         self._comparison = backward_pass.compared

@@ -16,11 +16,17 @@ from per_sample_grad.engine.settings import Settings
 from per_sample_grad.errors import CoverageError
 from per_sample_grad.factors.forms import Versions
 from per_sample_grad.layers import normalisation, registry
-from per_sample_grad.layers.registry import Call, Rule, rule_of
+from per_sample_grad.layers.registry import Call, Rule, why_no_rule
 from per_sample_grad.operations import nodes
 from xla_replica.common.trees import map_tensors, tensors_in
 
 _ORDINARY = frozenset((torch.Tensor, nn.Parameter))
+# Attributes of a module that torch.compile(module) or module.compile() has changed.
+_COMPILED = frozenset(("dynamo_ctx", "_compiled_call_impl"))
+_TRACED = (
+    "module {!r} was called with or returned a {}: hooks cannot record what is being "
+    "traced (scan_layers, torch.func, torch.jit). Capture the model without it"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,50 +103,44 @@ class RecordedCall(NamedTuple):
         )
 
 
+@dataclasses.dataclass(eq=False)
 class Recorder:
-    """Hooks on the modules of a model that have selected parameters.
+    """What hooks on the modules of a model that have selected parameters record.
 
     Attributes:
+        settings: Those of the capture.
         calls: Those of modules that have a rule, in order.
         unrecorded: Parameters of modules that were called while gradients were off.
         saved_by_hooks: Whether hooks keep what operations save, as those of
             checkpoints do, so that it must not be read twice.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self.calls: list[RecordedCall] = []
-        self.saved_by_hooks = False
-        self.unrecorded: set[str] = set()
-        self._settings = settings
-        self._placed = contextlib.ExitStack()
+    settings: Settings
+    calls: list[RecordedCall] = dataclasses.field(default_factory=list)
+    unrecorded: set[str] = dataclasses.field(default_factory=set)
+    saved_by_hooks: bool = False
 
-    def start(self) -> None:
-        """Places the hooks; places none of them if one cannot be placed."""
-        self.stop()
-        modules = [*self._settings.model.named_modules()]
+    def place_hooks(self) -> contextlib.ExitStack:
+        """Places the hooks, all or none; closing what it returns removes them."""
+        modules = [*self.settings.model.named_modules()]
         if any(isinstance(each, normalisation.NORMALISING) for _, each in modules):
-            normalisation.refuse_batch_statistics(self._settings.model)
+            normalisation.refuse_batch_statistics(self.settings.model)
         how = {"prepend": True, "with_kwargs": True}  # before others of the module
         with contextlib.ExitStack() as placed:
             for name, module in modules:
-                _run_as_written(module, placed)
+                if not _COMPILED.isdisjoint(vars(module)):
+                    _run_as_written(module, placed)
                 for hook in self._hooks_of(name, module):
                     placed.callback(module.register_forward_hook(hook, **how).remove)
-            self._placed = placed.pop_all()
-
-    def stop(self, *, forget: bool = False) -> None:
-        """Removes the hooks, and perhaps what was recorded."""
-        self._placed.close()
-        if forget:
-            self.calls.clear()
+            return placed.pop_all()
 
     def _hooks_of(self, name: str, module: nn.Module) -> list[Callable[..., Any]]:
         """Returns the hooks of a module; the last one runs first."""
         hooks: list[Callable[..., Any]] = []
-        rule, layer, known = rule_of(module), [("", module)], self._settings.names
-        if rule is not None and module._modules:
-            # A module with a rule is one layer, whatever modules are in it.
-            layer = [*module.named_modules()]
+        rule = None if why_no_rule(module) else registry.RULES[type(module)]
+        # A module with a rule is one layer, whatever modules are in it.
+        layer = [("", module)] if rule is None else [*module.named_modules()]
+        known = self.settings.names
         places = {
             f"{prefix}.{key}".removeprefix("."): (each._parameters, key, param)
             for prefix, each in layer
@@ -184,12 +184,13 @@ class Recorder:
         if not is_recorded or not output.requires_grad:
             return
         tensors = tensors_in((args, kwargs))
-        _refuse_traced(owner.name, [output, *tensors])
+        others = [k for k in map(type, (output, *tensors)) if k not in _ORDINARY]
+        if others:
+            raise CoverageError(_TRACED.format(owner.name, others[0].__name__))
         # `functional_call` puts other tensors in the places of parameters.
         if any(held.get(key) is not param for held, key, param in owner.places):
             return
-        default = self._settings.default_batch_dim
-        given = self._settings.batch_dim
+        default, given = self.settings.default_batch_dim, self.settings.batch_dim
         # None: what it returns is the same for all samples.
         dim = given.get(owner.name, default) if isinstance(given, Mapping) else default
         own: Any = map_tensors((args, kwargs), torch.Tensor.detach)
@@ -207,23 +208,11 @@ class Recorder:
         self.calls.append(call)
 
 
-def _refuse_traced(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raises CoverageError if one of these is not an ordinary tensor."""
-    kinds = [kind.__name__ for kind in map(type, tensors) if kind not in _ORDINARY]
-    if kinds:
-        raise CoverageError(
-            f"module {name!r} was called with or returned a {kinds[0]}: hooks cannot "
-            "record what is being traced (scan_layers, torch.func, torch.jit). Capture "
-            "the model without it"
-        )
-
-
 def _run_as_written(module: nn.Module, restoring: contextlib.ExitStack) -> None:
     """Makes a compiled module run as it was written, until ``restoring`` is closed.
 
-    What was compiled before does not run hooks. Compiled are modules that
-    ``torch.compile(module)`` or ``module.compile()`` returned or changed; compiled
-    functions that call them are out of reach.
+    What was compiled before does not run hooks. Compiled functions that call modules
+    are out of reach.
     """
     own = vars(module)
     if "dynamo_ctx" in own:  # torch.compile's wrapper of a module

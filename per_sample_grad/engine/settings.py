@@ -44,7 +44,9 @@ class Settings:
     scale: float
 
     def __post_init__(self) -> None:
-        refuse_sharded(self.params, "capture", ", or leave these out (params=)")
+        # A sharded parameter, a DTensor, is of another class.
+        if not {nn.Parameter}.issuperset(map(type, self.params.values())):
+            refuse_sharded(self.params, "capture", ", or leave these out (params=)")
         refuse_hooked(self.params)
         self.names = {id(param): name for name, param in self.params.items()}
         self.has_fallback = self.fallback != "error"

@@ -167,14 +167,16 @@ def materialized_gram(
 
 
 def gradients(
-    contributions: Sequence[Contribution], shape: Sequence[int], samples: int
+    contributions: Sequence[Contribution],
+    shape: Sequence[int],
+    samples: int | None = None,
 ) -> torch.Tensor:
     """Returns every sample's gradient, ``(N, *shape)``, the sum of the uses.
 
-    ``samples`` is how many samples are unfolded at a time.
+    ``samples`` is how many samples are unfolded at a time; None: all.
     """
     total = forms.num_rows(contributions[0])
-    if samples >= total:
+    if samples is None or samples >= total:
         return _formed(contributions, shape, 0, total)
     # Written into place: pieces that are joined later take the memory twice.
     factors = [forms.float_factor(use) for use in contributions]
@@ -189,9 +191,9 @@ def _formed(
     contributions: Sequence[Contribution], shape: Sequence[int], start: int, stop: int
 ) -> torch.Tensor:
     """Returns the gradients of samples ``[start, stop)``, the sum of the uses."""
+    total: torch.Tensor | None = None
     rows, columns = forms.matrix_shape(shape)
-
-    def of_use(contribution: Contribution) -> torch.Tensor:
+    for contribution in contributions:
         match forms.part(contribution, start, stop):
             case Outer(left, right):
                 found = left.transpose(2, 3) @ right
@@ -202,9 +204,11 @@ def _formed(
                 found.index_add_(0, places.flatten(), values.flatten(0, 1))
             case Dense(values):
                 found = values
-        return found.reshape(stop - start, *shape)
-
-    return forms.summed(map(of_use, contributions))
+        found = found.reshape(stop - start, *shape)
+        total = found if total is None else total + found
+        del found  # before the next one is formed
+    assert total is not None
+    return total
 
 
 def squares(block: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from per_sample_grad.factors import algebra, forms
 from per_sample_grad.factors import plan as planning
-from per_sample_grad.factors.forms import Contribution, Dense, Outer
+from per_sample_grad.factors.forms import Contribution, Dense, Outer, Windows
 from per_sample_grad.factors.plan import Choice, Method, Quantity
 from per_sample_grad.factors.projection import Projection
 
@@ -50,6 +50,7 @@ class Factors:
             values may be read from the device, found when products are asked for.
         may_read: Whether they may.
         of_bfloat16: Whether all gradients of outputs came in bfloat16.
+        versions: Those of the tensors that contributions hold.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -61,11 +62,9 @@ class Factors:
     cancelling: set[str]
     may_read: bool
     of_bfloat16: bool
-
-    def __post_init__(self) -> None:
-        self._squares_and_terms: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._uses = [use for uses in self.merged.values() for use in uses]
-        self.refuse_changes = forms.Versions((), self._uses).refuse_changes
+    versions: forms.Versions
+    # Squared norms from factors, and the squares of the terms that they are sums of.
+    _terms: dict[str, Sequence[torch.Tensor]] = dataclasses.field(default_factory=dict)
 
     def _precision(
         self, *others: Factors, products: bool = True
@@ -73,7 +72,7 @@ class Factors:
         """Returns the context of an answer; refuses tensors that were changed."""
         batches = (self, *others)
         for each in batches:
-            each.refuse_changes(_CHANGED)
+            each.versions.refuse_changes(_CHANGED)
         of_bfloat16 = all(each.of_bfloat16 for each in batches)
         return forms.full_precision(self.losses.device, products, of_bfloat16)
 
@@ -83,7 +82,7 @@ class Factors:
 
         It is not that of the losses: float64 targets make it wider than the model's.
         """
-        dtypes = [forms.float_factor(use).dtype for use in self._uses]
+        dtypes = [tensor.dtype for tensor, _ in self.versions.seen]
         return forms.accumulation_dtype(*(dtypes or [self.losses.dtype]))
 
     def __len__(self) -> int:
@@ -102,9 +101,8 @@ class Factors:
     @property
     def are_smaller(self) -> bool:
         """Whether the factors hold fewer numbers than `materialize` returns."""
-        held = [each for u in self._uses for each in forms.tensors_of(u).values()]
-        sizes = map(math.prod, self.shapes.values())
-        return sum(each.numel() for each in held) < len(self) * sum(sizes)
+        held = sum(tensor.numel() for tensor, _ in self.versions.seen)
+        return held < len(self.losses) * sum(map(math.prod, self.shapes.values()))
 
     def norms(self, *, squared: bool = False) -> torch.Tensor:
         """Returns ``‖g_i‖`` over all parameters, ``(B,)``, never negative."""
@@ -225,15 +223,17 @@ class Factors:
 
     def materialize(self) -> dict[str, torch.Tensor]:
         """Returns every gradient, ``(B, *shape)`` by name: B times the model's size."""
-        found, n = {}, len(self)
+        found, n = {}, len(self.losses)
         with self._precision():
             for name, shape in self.shapes.items():
-                terms, uses = [], self.merged[name]
+                uses = [forms.multiplied(u, self.multiplier) for u in self.merged[name]]
+                at_once = None
+                if any(isinstance(use, Windows) for use in uses):  # to be unfolded
+                    at_once = planning.samples_of_gradients(uses, shape, n, self.budget)
                 if uses:
-                    uses = [forms.multiplied(use, self.multiplier) for use in uses]
-                    each = planning.samples_of_gradients(uses, shape, n, self.budget)
-                    terms = [algebra.gradients(uses, shape, each)]
-                found[name] = self._sum(terms, (n, *shape))
+                    found[name] = algebra.gradients(uses, shape, at_once)
+                else:
+                    found[name] = self._sum([], (n, *shape))
         return found
 
     def _sum(
@@ -257,12 +257,12 @@ class Factors:
         plans = (self._planned(q, name, self, "auto") for q in planning.QUANTITIES)
         if all(choice.form != "factored" for choice in plans):
             return None
-        if name not in self._squares_and_terms:
+        if name not in self._terms:
             samples = self._planned("norms", name, self, "factored").samples
             with self._precision():
                 found = algebra.squared_norms_and_terms(uses, samples)
-            self._squares_and_terms[name] = found
-        return planning.cancels(*self._squares_and_terms[name])
+            self._terms[name] = found
+        return planning.cancels(*self._terms[name])
 
     def _cancels(self, name: str) -> bool:
         if self.may_read and name not in self.cancelling:
@@ -284,7 +284,7 @@ class Factors:
         choice = self._choice("norms", name, self)
         if choice.form == "materialized":
             return algebra.materialized_squared_norms(uses, shape, choice.samples)
-        found = self._squares_and_terms.get(name)
+        found = self._terms.get(name)
         if found is None:
             found = algebra.squared_norms_and_terms(uses, choice.samples)
         return found[0].clamp(min=0)

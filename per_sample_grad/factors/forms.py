@@ -223,6 +223,9 @@ class Versions:
 
     Contributions may hold the caller's own tensors, such as a model's input, and
     gradients that are on their way through a backward pass.
+
+    Attributes:
+        seen: The tensors, each with its version.
     """
 
     def __init__(
@@ -230,11 +233,11 @@ class Versions:
     ) -> None:
         values = [value for use in uses for value in vars(use).values()]
         held = [each for each in values if isinstance(each, torch.Tensor)]
-        self._seen = [(each, each._version) for each in (*tensors, *held)]
+        self.seen = [(each, each._version) for each in (*tensors, *held)]
 
     def refuse_changes(self, text: str, of: object = "") -> None:
         """Raises PerSampleError if any was changed since, with ``text.format(of)``."""
-        if any(tensor._version != version for tensor, version in self._seen):
+        if any(tensor._version != version for tensor, version in self.seen):
             raise PerSampleError(text.format(of))
 
 
@@ -274,8 +277,6 @@ def merge(contributions: Sequence[Contribution]) -> list[Contribution]:
     the cross terms between the uses too. `Outer` counts as a form for each number of
     groups; `Windows` stay apart, since joining them would unfold them.
     """
-    if len(contributions) < 2:
-        return list(contributions)
     alike: dict[tuple[type, int], list[Contribution]] = {}
     for number, use in enumerate(contributions):
         key = number if isinstance(use, Windows) else use.groups

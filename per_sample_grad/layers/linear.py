@@ -15,7 +15,8 @@ from per_sample_grad.layers.registry import Call, register_rule
 def linear(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` ``(N, *, q)`` and ``grad`` ``(N, *, p)``."""
     inputs = call.input
-    registry.require_batched(inputs, max(2, inputs.dim()))
+    if inputs.dim() < 2:
+        registry.require_batched(inputs, 2)
     return _of_product(grad, inputs)
 
 

@@ -137,11 +137,6 @@ def register_rule(
     return register
 
 
-def rule_of(module: nn.Module) -> Rule | None:
-    """Returns the rule for this very module, or None; `why_no_rule` says why."""
-    return None if why_no_rule(module) else RULES[type(module)]
-
-
 def why_no_rule(module: nn.Module) -> str | None:
     """Returns why this very module has no rule; None if it has one."""
     attributes, kind = vars(module), type(module)

@@ -301,14 +301,11 @@ def take_down(
         parts = _by_autograd(edge, found, wanted)
     else:
         reached = [name for name, param in wanted.items() if param is variable]
-        parts = dict.fromkeys(reached, _of_shape(found, _shape(edge)))
+        shape = nodes.output_shape(edge.node, edge.output_nr)
+        parts = dict.fromkeys(reached, _of_shape(found, shape))
     if missing := [name for name in wanted if name not in parts]:
         raise Refusal(f"it does not depend on {', '.join(missing)}")
     return parts
-
-
-def _shape(edge: GradientEdge) -> tuple[int, ...]:
-    return tuple(edge.node._input_metadata[edge.output_nr].shape)
 
 
 def _of_shape(found: Contribution, shape: tuple[int, ...]) -> Contribution:
@@ -318,30 +315,25 @@ def _of_shape(found: Contribution, shape: tuple[int, ...]) -> Contribution:
     """
     is_other = isinstance(found, Outer) and forms.matrix_shape(shape) != _sides(found)
     is_formed = is_other or isinstance(found, Dense)
-    return Dense(_formed(found, shape)) if is_formed else found
+    return Dense(algebra.gradients([found], shape)) if is_formed else found
 
 
 def _sides(found: Outer) -> tuple[int, int]:
     return found.groups * found.left.shape[3], found.width
 
 
-def _formed(found: Contribution, shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns the gradients of a tensor of this shape, ``(N, *shape)``."""
-    return algebra.gradients([found], shape, forms.num_rows(found))
-
-
 def _below(
     edge: GradientEdge, found: Contribution
 ) -> tuple[GradientEdge, Contribution] | None:
     """Returns the one input of a node and what it gets; None: without a rule here."""
-    node, shape = edge.node, _shape(edge)
+    node, shape = edge.node, nodes.output_shape(edge.node, edge.output_nr)
     inputs = [(n, number) for n, number in node.next_functions if n is not None]
     if len(inputs) != 1:
         return None
     if node.name() in _SPLITS and isinstance(found, Outer) and found.groups == 1:
         here: Contribution | None = _in_whole(edge, found)
     elif node.name() == "EmbeddingBackward0":
-        values, index = _formed(found, shape), nodes.saved(node, "indices")
+        values, index = algebra.gradients([found], shape), nodes.saved(node, "indices")
         index = index.expand(len(values), *index.shape)
         here = lookup(node, index, values)
     else:
@@ -351,7 +343,7 @@ def _below(
 
 def _in_whole(edge: GradientEdge, found: Outer) -> Outer | None:
     """Returns what a matrix gets of a part of its rows; None: of columns."""
-    node, shape = edge.node, _shape(edge)
+    node, shape = edge.node, nodes.output_shape(edge.node, edge.output_nr)
     dim = nodes.signed(nodes.saved(node, "dim")) % len(shape)
     if dim or forms.matrix_shape(shape) != _sides(found):
         return None
@@ -377,7 +369,8 @@ def _through_view(
     before = [order.index(dim) for dim in range(len(order))]
     if isinstance(found, Outer) and (turned := _turned(found, shape, before)):
         return turned
-    return Dense(_formed(found, shape).permute(0, *(1 + dim for dim in before)))
+    values = algebra.gradients([found], shape)
+    return Dense(values.permute(0, *(1 + dim for dim in before)))
 
 
 def _turned(found: Outer, shape: tuple[int, ...], order: list[int]) -> Outer | None:
@@ -402,7 +395,7 @@ def _by_autograd(
 ) -> dict[str, Contribution]:
     """Returns the contributions by one vectorised backward pass to the parameters."""
     data = edge.node._input_metadata[edge.output_nr]
-    values = _formed(found, tuple(data.shape)).to(data.dtype)
+    values = algebra.gradients([found], data.shape).to(data.dtype)
     inputs = list(wanted.values())
     with xla_replica.AccumulationHook.paused(inputs):
         rows = torch.autograd.grad(

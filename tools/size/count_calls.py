@@ -47,8 +47,8 @@ LIMITS = {
     "minibatch": (7, 23, 40, 29, 48),
     "update": (8, 35, 43, 18, 12),
     "adascale": (14, 59, 72, 124, 70),
-    "norms": (15, 70, 181, 134, 440),
-    "grab": (24, 103, 286, 280, 1650),  # varies a little from run to run
+    "norms": (14, 55, 146, 134, 440),
+    "grab": (22, 79, 205, 280, 1650),  # varies a little from run to run
     "order": (8, 24, 31, 53, 5480),
 }
 
