@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 19_719
-TEST_LINES = 33_497
+CODE = 19_678
+TEST_LINES = 33_495
 
 
 def test_lines_are_counted():

@@ -19,9 +19,9 @@ from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.gradient_noise import estimators
 from variable_batch_size.gradient_noise.squares import GradientSquares, Groups
 from variable_batch_size.part import Part
-from xla_replica.backends.small_sum import SmallSum
 from xla_replica.common.arguments import check_fields, check_number, checked
 from xla_replica.common.differences import check_same
+from xla_replica.device.row_units import SmallSum
 
 logger = logging.getLogger(__name__)
 # After so many steps without a finite square somebody is told.

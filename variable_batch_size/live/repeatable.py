@@ -24,9 +24,8 @@ from variable_batch_size.device_scalars import DeviceScalars, dtype_for
 from variable_batch_size.part import Part
 from variable_batch_size.step.gradients import Modules, Sums
 from xla_replica import Replica
-from xla_replica.backends.small_sum import SmallSum
 from xla_replica.device.gradients import weak_hook
-from xla_replica.device.row_units import FloatUnits, Rider
+from xla_replica.device.row_units import FloatUnits, Rider, SmallSum
 from xla_replica.device.seeding import own_draws
 
 

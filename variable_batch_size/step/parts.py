@@ -32,9 +32,9 @@ from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.run import Run
 from variable_batch_size.step.scaling import Scaling, hyperparameters
 from xla_replica import ReplicaError
-from xla_replica.backends.small_sum import SmallSum
 from xla_replica.common.arguments import check_number
 from xla_replica.device.gradients import weak_hook
+from xla_replica.device.row_units import SmallSum
 
 Parts = Mapping[str, Part]
 # float32 holds integers below this exactly, in whatever order they are summed.

@@ -158,11 +158,9 @@ class DistributedReplica(Replica):
         there = (mesh.mesh == source).nonzero()[0].tolist()
         for dim, placement in enumerate(tensor.placements):
             if placement.is_replicate() and value.numel():
-                place = list(mesh.get_coordinate())
-                place[dim] = there[dim]
-                first = int(mesh.mesh[tuple(place)])
+                where = {"group": mesh.get_group(dim), "group_src": there[dim]}
                 with self._named("broadcast_", [value]):
-                    torch.distributed.broadcast(value, first, mesh.get_group(dim))
+                    torch.distributed.broadcast(value, **where)
 
     def check_parameters(self, parameters: Tensors) -> None:
         self.shards.add(parameters)

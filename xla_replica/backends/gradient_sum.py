@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from xla_replica.common.trees import Tensors
+from xla_replica.device.gradients import AccumulationNote, weak_hook
 
 if TYPE_CHECKING:
     from xla_replica.backends.replica import Replica
@@ -63,6 +64,7 @@ class GradientSum:
         self.replica, self.may_begin = replica, may_begin
         self._is_lazy = replica.is_lazy
         self.gradients: dict[nn.Parameter, torch.Tensor] = {}
+        self._noted: set[nn.Parameter] = set()
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -79,6 +81,17 @@ class GradientSum:
                 parameter.grad = torch.zeros_like(parameter)
         held = self.gradients
         self.gradients = {p: held.get(p, p.grad) for p in parameters}
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """Takes note that a backward pass has added to ``parameter.grad``."""
+        raise NotImplementedError
+
+    def _note_in_passes(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Has `note` called with these parameters in every backward pass."""
+        for parameter in parameters:
+            if parameter not in self._noted:
+                self._noted.add(parameter)
+                AccumulationNote(weak_hook(self.note)).register_first(parameter)
 
     def prepare_backward(self, now: Pass) -> None:
         """Prepares for the next backward pass, one of those before the next `sum_`."""

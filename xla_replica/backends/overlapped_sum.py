@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from xla_replica.backends.gradient_sum import GradientSum, Pass, divide_
-from xla_replica.common.trees import Tensors
+from xla_replica.common.trees import Tensors, copy_parts_
 from xla_replica.device.device_traits import traits
-from xla_replica.device.gradients import AccumulationNote, weak_hook
+from xla_replica.device.gradients import AccumulationNote
 
 if TYPE_CHECKING:
     from xla_replica.backends.replica import Replica
@@ -110,19 +110,7 @@ class BucketedSum(GradientSum):
     def __init__(self, replica: Replica, may_begin: Callable[[], bool]) -> None:
         super().__init__(replica, may_begin)
         self._buckets: list[Any] = []
-        self._hooked: set[nn.Parameter] = set()
         self._overlaps: bool | None = False  # None: `may_begin` is to be asked
-
-    def note(self, parameter: nn.Parameter) -> None:
-        """Takes note that autograd has accumulated into ``parameter.grad``."""
-        raise NotImplementedError
-
-    def _note_in_passes(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Has `note` called with these parameters in every backward pass."""
-        for parameter in parameters:
-            if parameter not in self._hooked:
-                self._hooked.add(parameter)
-                AccumulationNote(weak_hook(self.note)).register_first(parameter)
 
     def _may_sum(self, parameter: nn.Parameter) -> bool:
         """Returns whether a gradient that `note` is told of may be summed now.
@@ -149,12 +137,13 @@ class BucketedSum(GradientSum):
     def _summed(self, others: Tensors) -> Iterator[Any]:
         """Sums what is not summed yet, and the others; yields buckets as they come."""
         self._begin(self._buckets, is_pass=False)
-        self.replica.all_reduce_(others)
         for bucket in self._buckets:
-            while bucket.waits:
-                bucket.waits[0]()
-                del bucket.waits[0]
+            for wait in bucket.waits:
+                wait()
+            bucket.waits = []
             yield bucket
+        # After buckets that are summed only now, as on a slice: all sum in one order.
+        self.replica.all_reduce_(others)
 
     @property
     def _are_under_way(self) -> bool:
@@ -333,9 +322,7 @@ class OverlappedSum(BucketedSum):
                     # While the next sums are under way.
                     divide_([bucket.numbers], divisor)
             if tail is not None:
-                parts = tail.split([other.numel() for other in others])
-                parts = [part.view_as(other) for other, part in zip(others, parts)]
-                torch._foreach_copy_(others, parts)
+                copy_parts_(others, tail)
         if self._once is None and self._appeared:
             self._once = set(self._appeared.values()) == {1}
         if not self._has_order:

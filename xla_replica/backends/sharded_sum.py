@@ -9,6 +9,7 @@ every process must run every pass.
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import weakref
@@ -61,14 +62,16 @@ class GradientPlace:
         was_kept: Whether the parameter had a ``.grad`` when it appeared.
         whole: The parameter that modules compute with; None before it has been seen,
             so that gradients may have been missed.
+        unit: Of a sharded parameter, a weak reference to the FSDP2 module that gathers
+            it.
     """
 
-    def __init__(self, parameter: torch.Tensor) -> None:
+    def __init__(self, parameter: torch.Tensor, unit: Any = None) -> None:
         self.hooks: list[Hook] = []
         self.rounding: Callable[[torch.Tensor], torch.Tensor | None] | None = None
         self.counts = True
         self.has_new = self.was_kept = False
-        self._parameter = weakref.ref(parameter)
+        self._parameter, self.unit = weakref.ref(parameter), unit
         self.whole: torch.Tensor | None = None
         self._node: Any = None  # kept, because a parameter does not keep it
 
@@ -101,14 +104,11 @@ class ShardedParameters:
 
     Attributes:
         places: Of a parameter, where its gradient appears, if that is not ``.grad``.
-        units: Of a sharded parameter, a weak reference to the FSDP2 module that
-            gathers it.
     """
 
     def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas
         self.places: Any = WeakIdKeyDictionary()
-        self.units: Any = WeakIdKeyDictionary()
 
     def add(self, parameters: Tensors) -> None:
         """Finds out which modules shard these parameters; nothing, if none does.
@@ -125,14 +125,13 @@ class ShardedParameters:
         wanted = {id(p) for p in new if is_sharded(p)}
         for unit in living(FSDPModule):
             own = []
-            for module in _own_modules(unit, FSDPModule):
-                for name, parameter in module._parameters.items():
-                    if id(parameter) in wanted and parameter not in self.places:
-                        self.places[parameter] = GradientPlace(parameter)
-                        self.units[parameter] = weakref.ref(unit)
-                        own.append((self.places[parameter], weakref.ref(module), name))
+            for each in (p for group in _groups(unit) for p in group.fsdp_params):
+                if id(parameter := each.sharded_param) in wanted:
+                    place = GradientPlace(parameter, weakref.ref(unit))
+                    self.places[parameter] = place
+                    own.append((place, each))
             if own:
-                unit.register_forward_pre_hook(_follower(own))
+                unit.register_forward_pre_hook(functools.partial(_follow, own))
         for each in new:
             if is_sharded(each):
                 self._check(each)
@@ -142,7 +141,7 @@ class ShardedParameters:
         mesh = parameter.device_mesh
         *others, last = parameter.placements
         fits = last.is_shard() and all(each.is_replicate() for each in others)
-        if parameter in self.units and fits and mesh.size() == self._num_replicas:
+        if parameter in self.places and fits and mesh.size() == self._num_replicas:
             return
         raise TypeError(
             f"a parameter of shape {tuple(parameter.shape)} has placements "
@@ -175,7 +174,6 @@ class ShardedSum(GradientSum):
         self._begin, self.is_whole = replica.sums_parts(), whole
         self._places: list[GradientPlace] = []
         self._units: dict[Any, list[nn.Parameter]] = {}  # and what each of them gathers
-        self._hooked: set[nn.Parameter] = set()
         # Whose sum of this minibatch, and of one of the step, is in ``.grad``.
         self._reduced: set[nn.Parameter] = set()
         self._summed: set[nn.Parameter] = set()
@@ -197,10 +195,9 @@ class ShardedSum(GradientSum):
 
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
         super().hold(parameters)
-        places, units = self._shards.places, self._shards.units
-        self._units = {}
+        places, self._units = self._shards.places, {}
         for parameter in self._sharded():
-            self._units.setdefault(units[parameter](), []).append(parameter)
+            self._units.setdefault(places[parameter].unit(), []).append(parameter)
         for unit in self._units:  # sums, not means over processes
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
@@ -209,9 +206,7 @@ class ShardedSum(GradientSum):
         for parameter, place in zip(parameters, self._places):
             if not is_sharded(parameter):
                 place.follow(parameter)
-            elif parameter not in self._hooked:
-                self._hooked.add(parameter)
-                parameter.register_post_accumulate_grad_hook(weak_hook(self.note))
+        self._note_in_passes(self._sharded())
 
     # --- the passes -----------------------------------------------------------------
 
@@ -244,7 +239,7 @@ class ShardedSum(GradientSum):
         self.gradients[parameter] = parameter.grad
         self._reduced.add(parameter)
         self._summed.add(parameter)
-        unit = self._shards.units[parameter]()
+        unit = self._shards.places[parameter].unit()
         if self._is_last and self._begin and unit is not self._newest:
             self._ready.add(self._newest)
             self._begin_ready(self._begin)
@@ -366,9 +361,7 @@ def _forget_accumulated(unit: Any) -> None:
     That is in another dtype than the gradients', or what copies were yet to sum. After
     a whole step there is nothing. No public function does it.
     """
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # of torch 2.13
-    for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
+    for group in _groups(unit):
         group._partial_reduce_output = None
         getattr(group, "_partial_reduce_output_layout", {}).clear()
         for parameter in group.fsdp_params:
@@ -376,21 +369,17 @@ def _forget_accumulated(unit: Any) -> None:
                 parameter.unsharded_accumulated_grad = None
 
 
-def _own_modules(unit: nn.Module, kind: type) -> Iterator[nn.Module]:
-    """Yields the modules whose parameters are gathered when ``unit`` runs."""
-    yield unit
-    for child in unit.children():
-        if not isinstance(child, kind):
-            yield from _own_modules(child, kind)
+def _groups(unit: Any) -> list[Any]:
+    """Returns FSDP2's own records of the parameters that it gathers when a unit runs.
+
+    Each has ``fsdp_params``. No public function tells.
+    """
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # of torch 2.13
+    return [*filter(None, [state._fsdp_param_group] if groups is None else groups)]
 
 
-def _follower(
-    own: Iterable[tuple[GradientPlace, weakref.ref[Any], str]],
-) -> Callable[..., None]:
-    """Returns a hook for a module, which runs when its whole parameters are there."""
-
-    def follow(module: nn.Module, args: Any) -> None:
-        for place, owner, name in own:
-            place.follow(owner()._parameters[name])
-
-    return follow
+def _follow(own: Iterable[tuple[GradientPlace, Any]], *_: Any) -> None:
+    """Runs as a hook of a module, when FSDP2 has gathered its parameters."""
+    for place, gathered in own:
+        place.follow(gathered.unsharded_param)

@@ -19,6 +19,12 @@ import torch
 from xla_replica.device.seeding import in_turn
 
 
+def functions(names: str, *owners: Any) -> set[Callable[..., Any]]:
+    """Returns those of the names, with spaces between them, that the owners have."""
+    found = [(owner, name) for owner in owners for name in names.split()]
+    return {getattr(*each) for each in found if hasattr(*each)}
+
+
 def replace(
     owner: Any, names: str, function: Callable[..., Any], is_traced: bool = True
 ) -> None:

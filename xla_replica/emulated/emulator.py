@@ -37,7 +37,7 @@ from xla_replica.common.trees import tensors_in
 from xla_replica.device import explicit_precision
 from xla_replica.device.seeding import own_draws
 from xla_replica.emulated import compiling, own_process
-from xla_replica.emulated.compiling import replace
+from xla_replica.emulated.compiling import functions, replace
 from xla_replica.emulated.rendezvous import Rendezvous, shown
 from xla_replica.errors import ReplicaError
 
@@ -173,18 +173,13 @@ class Emulator:
 
 
 _TENSOR = torch.Tensor
+# All of these read the device, whatever their arguments.
 _FETCHING = """
     item cpu tolist numpy allclose argwhere bincount equal is_nonzero masked_select
     nonzero repeat_interleave unique unique_consecutive __array__ __bool__ __float__
     __int__ __index__ __contains__ __repr__ __format__ __deepcopy__ __reduce_ex__
 """
-# All of these read the device, whatever their arguments.
-_FETCHES = {
-    getattr(owner, name)
-    for owner in (torch.Tensor, torch)
-    for name in _FETCHING.split()
-    if hasattr(owner, name)
-}
+_FETCHES = functions(_FETCHING, torch.Tensor, torch)
 
 
 class _CallGuard(TorchFunctionMode):

@@ -19,9 +19,10 @@ import torch
 import torch.utils.data
 
 from xla_replica.device.seeding import draw_from, in_turn, own_draws
-from xla_replica.emulated.compiling import replace
+from xla_replica.emulated.compiling import functions, replace
 
-_HAVE_DRAWN = """
+# What draws from the CPU generator, if its tensors are there.
+_DRAWING = """
     rand randn randint randperm normal bernoulli multinomial poisson binomial rand_like
     randn_like randint_like dropout dropout1d dropout2d dropout3d alpha_dropout
     feature_dropout feature_alpha_dropout rrelu gumbel_softmax lstm gru rnn_tanh
@@ -29,13 +30,7 @@ _HAVE_DRAWN = """
     fractional_max_pool2d fractional_max_pool3d bernoulli_ cauchy_ exponential_
     geometric_ log_normal_ normal_ random_ uniform_ kaiming_uniform_
 """
-# What draws from the CPU generator, if its tensors are there.
-DRAWS = {
-    getattr(owner, name)
-    for owner in (torch, torch.Tensor, torch.nn.functional, torch.nn.init)
-    for name in _HAVE_DRAWN.split()
-    if hasattr(owner, name)
-}
+DRAWS = functions(_DRAWING, torch, torch.Tensor, torch.nn.functional, torch.nn.init)
 _OF_THE_GENERATOR = "manual_seed seed initial_seed get_rng_state set_rng_state"
 
 

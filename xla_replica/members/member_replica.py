@@ -370,18 +370,14 @@ class MemberReplica(Replica):
         return None if self._is_alone else self._begin_over_members
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begins a sum over members, in the order of all others; a slice makes it.
+        """Begins a sum over members, in the order of all others.
 
-        A loss is raised by the function that waits for it, not out of backward().
+        A loss is raised by the function that waits for it, not out of backward(). A
+        slice, whose replicas sum first, does so there.
         """
-        if not self.is_host:
-            return super().begin_sum(tensor)
-        if self._inner.num_replicas == 1:
+        if self.is_host and self._inner.num_replicas == 1:
             return self._begin_over_members(tensor)
-        with contextlib.suppress(MemberLost):  # nothing works any more then
-            self.all_reduce_([tensor])
-            return lambda: None
-        return self._check_met
+        return super().begin_sum(tensor)
 
     def _begin_over_members(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Begins the sum of a tensor with those of the same rank, see `begin_sum`."""

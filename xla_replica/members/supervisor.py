@@ -1,4 +1,11 @@
-"""Runs a lighthouse, and members of a live run on this machine."""
+"""Runs a lighthouse, where members of a live run find each other, and such members.
+
+examples:
+  python -m xla_replica.members run --members 3 train.py
+  python -m xla_replica.members lighthouse --bind 0.0.0.0:29510
+
+A lighthouse alone is for members that are started one by one.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +71,9 @@ def lighthouse(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m xla_replica.members",
-        description="How do members of a live run start, and find each other?",
-    )
+        prog="python -m xla_replica.members", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     add = parser.add_argument
     add("--heartbeat-seconds", type=float, default=1.0, metavar="S",
         help="a member that is silent for so long is dead; members are told the same "
@@ -77,21 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "(default: 300)"
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
-    alone = commands.add_parser(
-        "lighthouse", help="run the lighthouse alone; members set LIVE_LIGHTHOUSE",
-        description="Where do members that are started one by one find each other?",
-        epilog="example: python -m xla_replica.members lighthouse --bind 0.0.0.0:29510",
+    about = "run the lighthouse alone; members set LIVE_LIGHTHOUSE"
+    add = commands.add_parser("lighthouse", help=about, description=about).add_argument
+    add("--bind", default="127.0.0.1:29510", metavar="HOST:PORT",
+        help="where to listen; 0.0.0.0 for all interfaces (default: %(default)s)"
     )  # fmt: skip
-    alone.add_argument(
-        "--bind", default="127.0.0.1:29510", metavar="HOST:PORT",
-        help="where to listen; 0.0.0.0 for all interfaces (default: %(default)s)",
-    )  # fmt: skip
-    run = commands.add_parser(
-        "run", help="run a script as several members, and start anew those that die",
-        description="How does a script run as several members of this machine?",
-        epilog="example: python -m xla_replica.members run --members 3 train.py",
-    )  # fmt: skip
-    add = run.add_argument
+    about = "run a script as several members, and start anew those that die"
+    add = commands.add_parser("run", help=about, description=about).add_argument
     add("--members", type=int, default=2, metavar="N", help="default: 2")
     add("--processes", type=int, default=1, metavar="N",
         help="of each member, as torchrun would start them: they shard a model by "

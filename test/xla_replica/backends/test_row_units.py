@@ -11,9 +11,8 @@ from support.xla_replica.replicas import GPUS, TORCHTPU, Backend, row
 
 import xla_replica
 from xla_replica import DeviceTraits, Replica
-from xla_replica.backends.small_sum import SmallSum, digits_of, value_of
-from xla_replica.device import device_traits
-from xla_replica.device.row_units import RowTotal, RowUnits
+from xla_replica.device import device_traits, row_units
+from xla_replica.device.row_units import RowTotal, RowUnits, SmallSum
 
 NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 LOCAL = xla_replica.LocalReplica("cpu")
@@ -144,7 +143,7 @@ def test_integers_are_those_of_all_devices(backend):
 
 def test_more_than_float32_is_not_for_small_sums():
     values = torch.tensor([2.0**-126, -(2.0**127), 1.0 + 2**-23, 0.0, math.pi])
-    assert torch.equal(value_of(digits_of(values)), values)
+    assert torch.equal(row_units.value_of(row_units.digits_of(values)), values)
     terms = [1e30, 1.0, -1e30, 1e-30]
     for order in (terms, terms[::-1]):
         sums = SmallSum(1, torch.float32, LOCAL, is_exact=True)
