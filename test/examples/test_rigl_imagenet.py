@@ -52,15 +52,11 @@ def asks_to_stop(monitor: Any, update: Any) -> None:
         xla_replica.request_stop("test")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (),
-        ("--trace", "16,32,8", "--method", "set", "--delta", 4, "--decay", "cosine",
-         "--lr", 0.03),
-    ],
-    ids=["rigl", "set with a trace"],
-)  # fmt: skip
+@pytest.mark.parametrize("arguments", [
+    (),
+    ("--trace", "16,32,8", "--method", "set", "--delta", 4, "--decay", "cosine",
+     "--lr", 0.03),
+], ids=["rigl", "set with a trace"])  # fmt: skip
 def test_it_learns_and_a_run_in_three_parts_is_one_run(tmp_path, capsys, arguments):
     history = run_here(tmp_path / "whole", *arguments)
     assert [row["epoch"] for row in history] == [1, 2, 3, 4]

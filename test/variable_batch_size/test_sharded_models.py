@@ -76,15 +76,10 @@ def loss_of(model: Model, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 # Clipped, of AdamW; of tokens, with running statistics and whole parameters, whose
 # gradients add up on every process; AdaScale; and computed in bfloat16.
+ODD_PARTS = {"has_whole_part": True, "has_batch_norm": True, "exact": True}
 EXACT = [
     Run(replace(ADAM, max_grad_norm=0.5), exact=True),
-    Run(
-        Case(TRACE),
-        (*BY_TOKENS, WHOLE_SUMS),
-        has_whole_part=True,
-        has_batch_norm=True,
-        exact=True,
-    ),
+    Run(Case(TRACE), (*BY_TOKENS, WHOLE_SUMS), **ODD_PARTS),
     Run(Case(TRACE, rule="adascale", epochs=2), exact=True),
     Run(Case(TRACE), exact=True, computes_in=torch.bfloat16),
 ]
@@ -123,14 +118,11 @@ def test_one_process_trains_as_a_loop_by_hand():
         assert_close(alone(index)["weights"], weights, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("num_replicas", "pairs"),
-    [
-        (2, all_on(2)),
-        pytest.param(4, [((4,), 0), ((2, 2), 2)], marks=of_torch_alone),
-        pytest.param(3, all_on(3), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("num_replicas", "pairs"), [
+    (2, all_on(2)),
+    pytest.param(4, [((4,), 0), ((2, 2), 2)], marks=of_torch_alone),
+    pytest.param(3, all_on(3), marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_run_is_that_of_one_process(num_replicas, pairs, request):
     if num_replicas == 2:
         found = [results for results, _ in request.getfixturevalue("two")]
@@ -343,3 +335,31 @@ def misuses(rank: int) -> bool:
 @of_torch_alone
 def test_what_would_be_wrong_is_an_error_and_copies_become_equal(two):
     assert [was_equal for _, was_equal in two] == [True, False]
+
+
+class Either(nn.ModuleList):
+    used = 2  # of its layers
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return sum(layer(inputs) for layer, _ in zip(self, range(self.used)))
+
+
+@of_torch_alone
+def test_members_sum_zeros_where_a_step_has_no_gradient(monkeypatch):
+    def begin(tensor: torch.Tensor) -> Any:
+        tensor.mul_(2)  # another member has the same
+        return lambda: None
+
+    monkeypatch.setattr(xla_replica.Replica, "sums_parts", lambda self: begin)
+    ends, either = [], Either(nn.Linear(2, 1) for _ in range(2))
+    with group_of_one():
+        fully_shard(either)  # it is summed while the pass goes on
+        fully_shard(model := nn.Sequential(nn.Linear(2, 2), either))
+        sampler = vbs.CustomSampler(range(8), [4], minibatch_size=4, on_end="hold")
+        inner = torch.optim.SGD(model.parameters(), 1.0)
+        optimizer = vbs.ConstantOptimizer(inner, sampler)
+        for either.used, _ in zip((2, 1), sampler):
+            model(torch.ones(4, 2)).mean().backward()
+            optimizer.step()
+            ends.append(whole(either[1].parameters()))
+    assert all(map(torch.equal, *ends))

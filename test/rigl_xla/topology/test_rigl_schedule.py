@@ -105,12 +105,9 @@ def test_initial_masks_have_as_many_connections_and_depend_on_seed_and_name_alon
 # --- sparsities per layer, by a slow solver and as published --------------------------
 
 SHAPES = {
-    "stem": (8, 3, 3, 3),
-    "wide": (64, 8, 3, 3),
-    "thin": (16, 64, 1, 1),
-    "body": (64, 256),
-    "head": (10, 64),
-}
+    "stem": (8, 3, 3, 3), "wide": (64, 8, 3, 3), "thin": (16, 64, 1, 1),
+    "body": (64, 256), "head": (10, 64),
+}  # fmt: skip
 
 
 def sizes(shapes):

@@ -205,16 +205,13 @@ def test_a_member_on_torchtpu_dies_and_another_joins(tmp_path):
 
 
 @of_torch_alone
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "projected",
-        "--float",
-        "--float --shards",
-        "--shards",
-        pytest.param("rigl", marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize("kind", [
+    "projected",
+    "--float",
+    "--float --shards",
+    "--shards",
+    pytest.param("rigl", marks=SLOW),
+])  # fmt: skip
 def test_a_slice_of_processes_dies_and_another_joins(kind, tmp_path):
     sizes = (2, 2, 2) if "--shards" in kind else (2, 1, 2)
     lose_a_slice(tmp_path, kind, sizes, MEMBER_DEVICE="cpu")
@@ -238,17 +235,14 @@ def test_members_that_are_not_of_the_run_are_refused(tmp_path):
 
 
 @of_torch_alone
-@pytest.mark.parametrize(
-    ("differs", "variable", "says"),
-    [
-        ("data", {}, "first samples is "),
-        ("epochs", {}, "num_epochs is '8', not '7'"),
-        ("dropout", {}, "1 x Dropout(p=0.2, inplace=False)"),
-        ("", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, "ONEDNN_MAX_CPU_ISA is \"'AVX2'\", not "),
-        ("scheduler", {}, "updates ahead is ("),
-        ("attached", {}, "attached is ["),
-    ],
-)
+@pytest.mark.parametrize(("differs", "variable", "says"), [
+    ("data", {}, "first samples is "),
+    ("epochs", {}, "num_epochs is '8', not '7'"),
+    ("dropout", {}, "1 x Dropout(p=0.2, inplace=False)"),
+    ("", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, "ONEDNN_MAX_CPU_ISA is \"'AVX2'\", not "),
+    ("scheduler", {}, "updates ahead is ("),
+    ("attached", {}, "attached is ["),
+])  # fmt: skip
 def test_a_joiner_that_differs_is_refused_alone_by_name_on_both_sides(
     differs, variable, says, tmp_path
 ):

@@ -30,20 +30,16 @@ VANISHES = FATE.format("os._exit(0)")
 
 
 @on_chips
-@pytest.mark.parametrize(
-    ("fate", "status", "said"),
-    [
-        (RAISES, 1, ["replica 1 raised KeyError", f"On host {HOST}", "mistake of a"]),
-        (HANGS, 1, [
-            f"replica 1 on host {HOST} did not come to what replica 0 on host {HOST} "
-            "has waited for within 3 s",
-            f"replicas [0, 1] are on host {HOST}; 0 is here",
-        ]),
-        (EXITS, 21, []),
-        (VANISHES, 1, [f"1 on host {HOST} exited before its function returned"]),
-    ],
-    ids=["raises", "hangs", "exits", "vanishes"],
-)  # fmt: skip
+@pytest.mark.parametrize(("fate", "status", "said"), [
+    (RAISES, 1, ["replica 1 raised KeyError", f"On host {HOST}", "mistake of a"]),
+    (HANGS, 1, [
+        f"replica 1 on host {HOST} did not come to what replica 0 on host {HOST} "
+        "has waited for within 3 s",
+        f"replicas [0, 1] are on host {HOST}; 0 is here",
+    ]),
+    (EXITS, 21, []),
+    (VANISHES, 1, [f"1 on host {HOST} exited before its function returned"]),
+], ids=["raises", "hangs", "exits", "vanishes"])  # fmt: skip
 def test_a_failure_is_seen_at_once_and_ends_all(tmp_path, fate, status, said):
     """torch_xla's launcher waits for its first process for ever."""
     run = AS_A_TPU.start(tmp_path, fate=fate, timeout=3 if fate == HANGS else 300)
