@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 19_678
-TEST_LINES = 33_499
+TEST_LINES = 33_498
 
 
 def test_lines_are_counted():
