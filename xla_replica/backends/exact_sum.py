@@ -296,8 +296,10 @@ class ShardedExactSum(ShardedSum):
 
     def _part(self, parameter: nn.Parameter) -> torch.Tensor:
         if parameter not in self._totals:
-            unit = self._shards.units.get(parameter)
-            self._summand([parameter] if unit is None else self._units[unit()])
+            own = [parameter]
+            if is_sharded(parameter):
+                own = self._units[self._shards.places[parameter].unit()]
+            self._summand(own)
         return self._totals[parameter]
 
     def _summand(self, own: list[nn.Parameter]) -> torch.Tensor:
