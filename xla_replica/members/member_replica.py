@@ -90,7 +90,7 @@ class MemberReplica(Replica):
         self._group: Any = None  # gloo's; None while it is alone, or does not lead
         self._is_broken, self._problem = False, ""
         self._has_shards = False
-        self._begun: list[Any] = []  # sums that nobody has waited for
+        self._begun: list[Any] = []  # what may not have ended when the group is dropped
         self._pieces: Pieces | None = None  # of a state that is not whole yet
         self._hanging: list[tuple[Any, Any]] = []  # groups, each with what hangs in it
         # A worker of a loader that freed a group would take its sockets away from here.
@@ -240,7 +240,15 @@ class MemberReplica(Replica):
         return in_thread(make, look)
 
     def _drop_group(self) -> None:
-        """Ends the group, so that what the others wait for fails at once."""
+        """Ends the group, so that what the others wait for fails at once.
+
+        What hangs cannot be ended, and to free its group would wait for it, as long as
+        a healthy member keeps its own group, or abort where Python exits.
+        """
+        if not all(work.is_completed() for work in self._begun):
+            hanging = ctypes.py_object(self._group)
+            ctypes.pythonapi.Py_IncRef(hanging)
+            self._hanging.append((hanging, self._begun))
         self._group, self._begun, self._is_broken = None, [], True
         for hanging in [*self._hanging]:
             if all(work.is_completed() for work in hanging[1]):  # who was silent ended
@@ -305,11 +313,7 @@ class MemberReplica(Replica):
             # Not by a callback, which would abort where Python exits before it is run.
             while not _ends_soon(work):
                 if self._is_cut_off:
-                    # What hangs cannot be ended, and to free its group would wait for
-                    # it, or abort where Python exits.
-                    hanging = ctypes.py_object(self._group)
-                    ctypes.pythonapi.Py_IncRef(hanging)
-                    self._hanging.append((hanging, [work, *self._begun]))
+                    self._begun.append(work)
                     raise self._loss(verb, _NOT_HEARD)
             if self._membership:
                 self._membership.note_together()
