@@ -214,7 +214,7 @@ def test_a_buffer_that_a_pass_changes_is_refused():
     model = nn.Sequential(nn.Linear(4, 4))
     model.register_buffer("calls", torch.zeros(()))
     model[0].register_forward_hook(lambda *_: model.calls.add_(1))
-    exact.wrapped(model)
+    _held = exact.wrapped(model)  # the model's hooks do not hold it
     with torch.no_grad():
         model(torch.ones(4))  # not a pass of training
     with pytest.raises(ValueError, match="has changed the buffer 'calls'"):
