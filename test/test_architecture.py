@@ -264,10 +264,9 @@ def test_each_package_imports_alone_without_a_runtime_and_brings_only_torch():
     assert run.stdout.split() == PACKAGES
 
 
-@pytest.mark.parametrize(
-    "module",
-    [name for name, path in MODULES.items() if ">>> " in path.read_text("utf-8")],
-)
+@pytest.mark.parametrize("module", [
+    name for name, path in MODULES.items() if ">>> " in path.read_text("utf-8")
+])  # fmt: skip
 def test_docstring_examples(module):
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0

@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 19_682
-TEST_LINES = 33_498
+CODE = 19_683
+TEST_LINES = 33_499
 
 
 def test_lines_are_counted():

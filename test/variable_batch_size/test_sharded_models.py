@@ -166,10 +166,9 @@ def test_exact_sums_of_one_process_that_shards_are_those_of_a_whole_model(exact_
     assert_same_bits(exact_outcomes(0, None), exact_alone)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(2,), *(pytest.param(s, marks=of_torch_alone) for s in ((3,), (2, 1), (2, 2)))],
-)
+@pytest.mark.parametrize("shape", [
+    (2,), *(pytest.param(s, marks=of_torch_alone) for s in ((3,), (2, 1), (2, 2))),
+])  # fmt: skip
 def test_exact_sums_have_the_same_bits_however_a_model_is_sharded(shape, exact_alone):
     for found in Backend("cpu", math.prod(shape)).run(exact_outcomes, shape):
         assert_same_bits(found, exact_alone)

@@ -43,10 +43,9 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("error", "words", "call"),
-    [(error, words, call) for error in REFUSED for words, *call in REFUSED[error]],
-)
+@pytest.mark.parametrize(("error", "words", "call"), [
+    (error, words, call) for error in REFUSED for words, *call in REFUSED[error]
+])  # fmt: skip
 def test_what_cannot_work_is_refused_and_leaves_nothing(error, words, call):
     before = dict(xla_replica.DEVICES)
     function, *arguments = call

@@ -73,7 +73,7 @@ def test_moving_averages_balance_around_what_they_say(name):
         assert set(signs) == {-1, 1}
 
 
-@settings(max_examples=12)
+@settings(max_examples=25)
 @given(data=st.data())
 @each("name", PERMUTING)
 def test_every_order_is_a_permutation(name, data):

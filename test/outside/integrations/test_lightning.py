@@ -413,6 +413,11 @@ def test_a_run_that_unfreezes_is_resumed_before_that_and_refused_after(tmp_path)
 # --- what a trace cannot carry -------------------------------------------------------
 
 
+def replan(trainer, *_: Any) -> None:
+    trainer.strategy.sampler.ledger.replan(trainer.strategy.sampler.schedule)
+
+
+CHANGES = lightning.callbacks.LambdaCallback(on_train_batch_end=replan)
 ACCUMULATES = lightning.callbacks.GradientAccumulationScheduler({0: 2})
 HALF = lightning.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
@@ -427,6 +432,7 @@ HALF = lightning.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler(
     ({"on_before_batch_transfer": print}, {}, "use on_after_batch_transfer"),
     ({}, {"devices": 2}, "with torchrun"),
     ({"training_step": lambda *_: None}, {}, r"0 \* loss"),
+    ({}, {"callbacks": [CHANGES]}, "replay the decided trace"),
 ])  # fmt: skip
 def test_what_a_trace_cannot_carry_is_refused(attributes, options, says):
     module = type("Module", (Small,), attributes)()

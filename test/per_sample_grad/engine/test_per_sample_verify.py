@@ -206,11 +206,9 @@ def test_float64_models_that_compute_in_float32_are_compared_as_such(way):
     assert factors.norms().dtype == torch.float64
 
 
-@pytest.mark.parametrize(
-    ("dtype", "hidden", "told"),
-    [(torch.float32, 1e-4, 1e-2), (torch.float64, 1e-10, 1e-6)],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "hidden", "told"), [
+    (torch.float32, 1e-4, 1e-2), (torch.float64, 1e-10, 1e-6),
+], ids=str)  # fmt: skip
 def test_couplings_are_told_from_rounding_down_to_the_documented_size(
     dtype, hidden, told
 ):
