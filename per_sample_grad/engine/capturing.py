@@ -309,9 +309,8 @@ class Capture:
             >>> recorded.norms(losses)
             tensor([5., 2.])
         """
-        squares: list[torch.Tensor] = []
-        self._run(losses, lambda f: squares.append(f.norms(squared=True)), **how)
-        total = sum(squares[1:], squares[0])
+        squares = operator.methodcaller("norms", squared=True)
+        total: torch.Tensor = self.stream(losses, squares, **how)
         return total if squared else total.sqrt()
 
     def project(

@@ -141,9 +141,9 @@ class DisturbedRun:
         return is_number and self._killed.isdisjoint(sum(found, ()))
 
     def _made(self) -> int:
-        with contextlib.suppress(OSError):
-            return int((self.job.folder / "made").read_text())
-        return 0
+        """Returns how many updates are made, as far as any member has told."""
+        told = (int(path.read_text()) for path in self.job.folder.glob("*.made"))
+        return max(told, default=0)
 
     def _wait(self, until: Callable[[], bool]) -> None:
         give_up = time.monotonic() + MOST_SECONDS

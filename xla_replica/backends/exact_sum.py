@@ -360,8 +360,10 @@ class ShardedExactSum(ShardedSum):
     def _rows(self, parameter: Any) -> slice:
         """Returns which of all rows this replica's part of a parameter has."""
         rows = self._row_units.rows[self._names[parameter]]
-        dim, length = _split(parameter) if is_sharded(parameter) else (None, 0)
-        if num_rows(parameter) == 1 or dim != 0:  # it has a part of all of them
+        if num_rows(parameter) == 1 or not is_sharded(parameter):
+            return rows
+        dim, length = _split(parameter)
+        if dim > 0:  # it has a part of all of them
             return rows
         first = rows.start + parameter.device_mesh.get_coordinate()[-1] * length
         return slice(first, first + len(local(parameter)))

@@ -195,7 +195,7 @@ class Replica(abc.ABC):
     def sums_parts(self) -> Begin | None:
         """Returns what begins to sum a tensor of shards with other members' in place.
 
-        None while there is no other member.
+        Returns None if there is no other member.
         """
         return None
 
