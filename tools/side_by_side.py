@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +26,18 @@ class SideBySide(NamedTuple):
     ratios: dict[str, float]
     plain_seconds: float
     rounds: dict[str, list[float]]
+
+
+def keep_freed_pages() -> bool:
+    """Tells glibc to keep freed memory for itself; returns whether there is glibc.
+
+    It is what MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ do in the environment.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    trim_threshold, mmap_threshold = -1, -3  # of malloc.h
+    return mallopt is not None and all(
+        [mallopt(trim_threshold, 2**31 - 1), mallopt(mmap_threshold, 2**30)]
+    )
 
 
 def side_by_side(

@@ -16,7 +16,6 @@ again.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 import variable_batch_size as vbs
 import xla_replica
 from tools.record import parser_with_output, row, save
+from tools.side_by_side import keep_freed_pages
 
 LR, MOMENTUM, CLASSES = 0.01, 0.9, 10
 GOALS = {"DDP": 1.03, "FSDP2": 1.05}
@@ -166,6 +166,7 @@ def seconds_per_step(
 ) -> dict[str, list[float]]:
     """Returns seconds per step of both, in alternating rounds."""
     torch.set_num_threads(threads)
+    keep_freed_pages()
     replica = xla_replica.current()
     loops = {
         "elastic": elastic(name, substeps, num_steps, against == "FSDP2", overlap),
@@ -210,8 +211,6 @@ def main() -> None:
         "--no-overlap", action="store_true", help="sum when a step is complete"
     )
     args = parser.parse_args()
-    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
-        os.environ.setdefault(name, str(2**32))  # of the processes that are launched
     result: dict[str, Any] = {
         "replicas": args.num_replicas,
         "overlap": not args.no_overlap,

@@ -36,7 +36,6 @@ bench_per_sample.py and a softmax regression with 650 parameters.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import functools
 import statistics
 import sys
@@ -61,7 +60,7 @@ from tools.benchmarks.models import MODELS, losses_of
 from tools.peak_memory import peak_memory
 from tools.record import parser_with_output, row, save
 from tools.references import grab_sampler
-from tools.side_by_side import side_by_side
+from tools.side_by_side import keep_freed_pages, side_by_side
 
 STEPS = 2  # per epoch: with more, grab-sampler on XLA takes hours
 # What memory is measured of: widths of the layers, samples in a step, and samplers.
@@ -162,18 +161,6 @@ def measure_training(
                     )
                 cells.append({"model": name, "batch": batch, **found})
     return cells
-
-
-def keep_freed_pages() -> bool:
-    """Tells glibc to keep freed memory for itself; returns whether there is glibc.
-
-    It is what MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ do in the environment.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    trim_threshold, mmap_threshold = -1, -3  # of malloc.h
-    return mallopt is not None and all(
-        [mallopt(trim_threshold, 2**31 - 1), mallopt(mmap_threshold, 2**30)]
-    )
 
 
 def steps_of(
