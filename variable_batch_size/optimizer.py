@@ -468,8 +468,7 @@ class ElasticOptimizer(OptimizerProxy):
 
     def get_bs(self) -> int:
         """Returns the global batch size of the step under way; 0 after the last."""
-        now = self.updates.account.now
-        return now.batch_size if now else 0
+        return getattr(self.updates.account.now, "batch_size", 0)
 
     def asked_to_stop(self, look: bool = False, every_seconds: float = 2.0) -> bool:
         """Returns whether all replicas stop after the update that was made last.
@@ -540,8 +539,7 @@ class ElasticOptimizer(OptimizerProxy):
         lrs, batch_size = self.get_lr(), self.get_bs()
         is_late = self.ref_weight is not None and not self.rule.measured
         if self.updates.account.ended or is_late:
-            made = self.updates.made
-            return as_floats(made.lr if made else lrs, self.replica)
+            return as_floats(getattr(self.updates.made, "lr", lrs), self.replica)
         inputs = (batch_size / (self.ref_batchsize or 1),) * len(lrs)
         if self.rule.measured:
             inputs = self.noise.lr_factors(batch_size)

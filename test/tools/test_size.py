@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 19_683
-TEST_LINES = 33_499
+CODE = 19_688
+TEST_LINES = 33_495
 
 
 def test_lines_are_counted():

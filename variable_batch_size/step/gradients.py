@@ -7,6 +7,7 @@ gradients would bring an empty list to the collective.
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.step.run import Run
 from xla_replica import AccumulationNote
 from xla_replica.backends.gradient_sum import GradientSum, Pass
-from xla_replica.device.gradients import accumulation_hook
+from xla_replica.device.gradients import accumulation_hook, weak_hook
 
 Modules = Mapping[str, nn.Module]
 
@@ -28,12 +29,15 @@ _KEPT_OUT = (
     "What another network's loss shall not add is kept out by requires_grad_(False), "
     "or by backward(inputs=[*network.parameters()])"
 )
+_LOST = (
+    "gradients were overwritten, and this step's first {} minibatches would be lost: "
+    "remove model.zero_grad() from the training loop; the optimizer zeroes gradients "
+    f"itself. {_KEPT_OUT}"
+)
 # Sums of many numbers of these dtypes lose most of what the last ones add.
 _NARROW = (torch.bfloat16, torch.float16)
-# How many numbers of a gradient are compared where reading is free, and the integers
-# of as many bytes as each has, since NumPy does not know every dtype of torch.
+# How many numbers of a gradient are compared where reading is free.
 _NUM_COMPARED = 8
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class StepGradients:
@@ -54,15 +58,13 @@ class StepGradients:
 
     def __init__(self, run: Run) -> None:
         self._run, self._is_lazy = run, run.replica.is_lazy
-        # All parameters when gradients were last allocated, and by their ids which of
-        # them required any: to hash or to compare parameters takes longer.
-        self._parameters: list[nn.Parameter] = []
+        # Ids of all parameters when gradients were last allocated, and whether each
+        # required one: to hash or to compare parameters takes longer.
         self._allocated_for: list[tuple[int, bool]] = []
         self._records: dict[nn.Parameter, GradientRecord] = {}
-        # Of gradients of 16 bits, what the minibatches of the step have added up to.
-        self._wide: dict[nn.Parameter, torch.Tensor] = {}
         self._nodes: dict[nn.Parameter, tuple[Any, Any]] = {}
         self._adds_up_widely = run.float32_sums and not run.sharded
+        self._open: list[GradientRecord] = []  # of the pass under way, or that raised
         self.sums = self.make_sum()
         self.add(run.parameters())
 
@@ -94,7 +96,7 @@ class StepGradients:
         """
         if self._is_unchanged():
             return
-        if not {*self._parameters}.issuperset(self._run.parameters()):
+        if not {*dict(self._allocated_for)}.issuperset(map(id, self._run.parameters())):
             raise ValueError(
                 "a parameter group must be added through the wrapper's add_param_group"
             )
@@ -119,7 +121,7 @@ class StepGradients:
 
     def _allocate(self, after_backward: bool) -> None:
         run, gradients = self._run, self.sums.gradients
-        self._parameters = parameters = run.parameters()
+        parameters = run.parameters()
         self._allocated_for = [(id(p), p.requires_grad) for p in parameters]
         trained = [p for p in parameters if p.requires_grad]
         self.trained = zlib.crc32(bytes(p.requires_grad for p in parameters))
@@ -129,12 +131,12 @@ class StepGradients:
             if p.requires_grad != (p in gradients) and p not in new:
                 p.grad = None
         self.sums.hold(trained)
-        if self._adds_up_widely:
-            self._wide = {
-                parameter: torch.zeros_like(gradient, dtype=torch.float32)
-                for parameter, gradient in self.sums.gradients.items()
-                if gradient.dtype in _NARROW
-            }
+        # Of gradients of 16 bits, what the minibatches of the step have added up to.
+        self._wide = {
+            parameter: torch.zeros_like(gradient, dtype=torch.float32)
+            for parameter, gradient in self.sums.gradients.items()
+            if self._adds_up_widely and gradient.dtype in _NARROW
+        }
         self._watch(new)
         run.replica.sync()  # zeros on the device, not in the first graph
         if run.noise:
@@ -158,12 +160,28 @@ class StepGradients:
                 record = self._records[parameter] = GradientRecord()
                 record.start(gradient, is_none=parameter.grad is None)
                 record.accumulated = parameter in new
-                node = accumulation_hook(parameter, record.before_accumulation)
-                note = AccumulationNote(record.after_accumulation)
+                hook = weak_hook(self._before_accumulation, record)
+                note = AccumulationNote(record.note)
                 handle = parameter.register_post_accumulate_grad_hook(note)
-                self._nodes[parameter] = node, handle
+                self._nodes[parameter] = accumulation_hook(parameter, hook), handle
             elif parameter.grad is gradient:  # not thrown away, perhaps moved
                 record.look(gradient)
+
+    def _before_accumulation(self, record: GradientRecord, gradient: Any) -> None:
+        """Runs right before autograd adds to a gradient, or replaces it."""
+        self._open.append(record)
+        if len(self._open) == 1:  # a pass begins
+            for each in self._records.values():
+                each.begin_pass()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        record.overwritten |= record.is_other
+        record.accumulated, record.gradient = True, None
+
+    def _end_pass(self) -> None:
+        """Runs after a backward pass."""
+        for record in self._open:
+            record.end_pass()
+        self._open.clear()
 
     # --- a minibatch ----------------------------------------------------------------
 
@@ -180,7 +198,7 @@ class StepGradients:
 
     def start_records(self) -> None:
         """Records gradients as they are now, the baseline of the next minibatch."""
-        gradients = self.sums.gradients
+        self._open, gradients = [], self.sums.gradients
         for parameter, record in self._records.items():
             record.start(gradients[parameter], parameter.grad is None)
 
@@ -195,6 +213,8 @@ class StepGradients:
             if num_accumulated:
                 self.refuse_changes()
             self.refresh(after_backward=True)
+        if self._open:
+            raise ValueError("backward() has raised: let its error end the epoch")
         problem, found = "", self.sums.has_new
         if found is None:  # the records decide, unless some gradients have none
             found = len(self._records) < len(self.sums.gradients) or not self._records
@@ -212,7 +232,7 @@ class StepGradients:
                     "docs/gradients.md#gradients-inside-the-loop"
                 )
             elif record.overwritten and num_accumulated:
-                problem = _lost(num_accumulated)
+                problem = _LOST.format(num_accumulated)
         if needs_backward and not found:
             problem = (
                 "step() without backward(): call loss.backward() before every step(), "
@@ -244,13 +264,10 @@ class StepGradients:
                     "replicas: change it in a step hook, or pass overlap=False"
                 )
             if num_accumulated and not self.sums.accumulates_elsewhere(parameter):
-                raise ValueError(_lost(num_accumulated))
-            with torch.no_grad():
-                if parameter.grad is not None:
-                    gradient.copy_(parameter.grad)
-                else:  # thrown away, and no part of this minibatch
-                    gradient.zero_()
-            parameter.grad = gradient
+                raise ValueError(_LOST.format(num_accumulated))
+            found, parameter.grad = parameter.grad, gradient
+            with torch.no_grad():  # None: thrown away, and no part of this minibatch
+                gradient.zero_() if found is None else gradient.copy_(found)
         if self._wide and (self._is_lazy or not self._is_last):
             self._widen()
 
@@ -277,12 +294,12 @@ class StepGradients:
 
     def refuse_nonzero(self) -> None:
         """Raises ValueError unless the sums of a step that weighs nothing are zero."""
-        for gradient in self.sums.gradients.values():
-            if type(gradient) is torch.Tensor and gradient.count_nonzero():
-                raise ValueError(
-                    "the step's weights sum to zero, but its gradient is not zero: "
-                    "step(weight=...) needs the number of tokens that the loss sums"
-                )
+        gradients = self.sums.gradients.values()
+        if any(type(g) is torch.Tensor and g.count_nonzero() for g in gradients):
+            raise ValueError(
+                "the step's weights sum to zero, but its gradient is not zero: "
+                "step(weight=...) needs the number of tokens that the loss sums"
+            )
 
     def clear(self) -> None:
         """Zeroes the gradients, and forgets what was measured of the step."""
@@ -291,67 +308,66 @@ class StepGradients:
             wide.zero_()
 
 
-def _lost(num_accumulated: int) -> str:
-    """Returns the message of an error: what was accumulated would not count."""
-    return (
-        f"gradients were overwritten, and this step's first {num_accumulated} "
-        "minibatches would be lost: remove model.zero_grad() from the training loop; "
-        f"the optimizer zeroes gradients itself. {_KEPT_OUT}"
-    )
-
-
 class GradientRecord:
     """Notices whether autograd or somebody else has written to a gradient.
 
     Between the minibatches of a step ``.grad`` holds a partial sum. Clipping it there,
     or zeroing it, makes a wrong mean without a word. torch counts the writes to every
     tensor (``tensor._version``), on every kind of device and without work there. By how
-    much an accumulation moves the count is the device's matter, so it is read right
-    before and right after each: what has moved it otherwise is another writer. A write
-    through ``.data`` is not counted. On the host, where reading is free, a few numbers
-    of the gradient are compared too, which shows it.
+    much an accumulation moves the count is the device's matter, so it is read before a
+    backward pass adds to any gradient, and right after each accumulation: what has
+    moved it otherwise is another writer. A write through ``.data`` is not counted. On
+    the host, where reading is free, a few numbers of the gradient are compared too,
+    which shows it. They are read before the pass and after it, since code of Python
+    takes several times as long between passes over memory.
 
     Gradients that no backward pass has added to since the last `step` may be written by
     hand in any way; they are somebody's own gradients.
 
-    It holds no parameter, so that a hook keeps nothing alive.
+    It holds no parameter, so that a hook keeps nothing alive; and no gradient while it
+    is accumulated, since a sum takes the numbers elsewhere and frees it.
 
     Attributes:
         accumulated: Whether autograd has added to it since `start`.
-        overwritten: Whether somebody else had written to it before that.
+        overwritten: Whether somebody else had written to it before.
+        gradient: The gradient; None while it is accumulated.
+        is_other: Whether somebody else had written to it when the pass began.
     """
 
-    _address = 0  # of the numbers that `_view` shows, which keeps them
+    _layout: Any = None  # in which the numbers of `_few` are the middle ones
 
-    def start(self, gradient: torch.Tensor, is_none: bool) -> None:
+    def start(self, gradient: Any, is_none: bool) -> None:
         """Starts a minibatch with a kept gradient, which ``.grad`` may not hold yet."""
         self._was_none = is_none
         self.accumulated = self.overwritten = False
-        self._gradient, self._version = gradient, gradient._version
-        self._numbers = self._some_numbers()
+        self.gradient, self._version = gradient, gradient._version
+        self._numbers = None if is_none else self._some_numbers()  # nobody has it
 
     def look(self, gradient: Any) -> None:
         """Records the gradient as it is now."""
-        self._gradient, self._version = gradient, gradient._version
+        self.gradient, self._version = gradient, gradient._version
         self._numbers = self._some_numbers()
 
-    def before_accumulation(self, *_: Any) -> None:
-        """Runs right before autograd adds to the gradient, or replaces it."""
-        if self._gradient._version != self._version:
-            self.overwritten = True
-        elif not self.accumulated:  # later its sum over replicas may be running
-            self.overwritten |= self.has_other_numbers()
+    def begin_pass(self) -> None:
+        """Runs before a backward pass adds to any gradient."""
+        # Later in a minibatch its sum over replicas may be running.
+        is_other = not self.accumulated and self.has_other_numbers()
+        self.is_other = is_other or self.gradient._version != self._version
 
-    def after_accumulation(self, parameter: torch.Tensor) -> None:
-        """Runs right after that."""
-        self.look(parameter.grad)
-        self.accumulated = True
+    def note(self, parameter: torch.Tensor) -> None:
+        """Runs right after autograd has added to the gradient, or replaced it."""
+        self.gradient: Any = parameter.grad
+        self._version = self.gradient._version
+
+    def end_pass(self) -> None:
+        """Runs after a backward pass that has accumulated the gradient."""
+        self._numbers = self._some_numbers()
 
     def is_written(self, gradient: torch.Tensor | None) -> bool:
         """Returns whether ``.grad`` is another tensor than recorded, or written to."""
         if gradient is None and self._was_none and not self.accumulated:
             return False
-        return gradient is not self._gradient or gradient._version != self._version
+        return gradient is not self.gradient or gradient._version != self._version
 
     def has_other_numbers(self) -> bool:
         """Returns whether the recorded gradient has other numbers; False if unread."""
@@ -360,22 +376,20 @@ class GradientRecord:
     def _some_numbers(self) -> bytes | None:
         """Returns a few numbers from the middle of the gradient as bytes.
 
-        So NaN equals itself. None where reading is not free. Through a view of NumPy,
-        since torch's operations take ten times as long, three times a minibatch for
-        every parameter.
+        So NaN equals itself. None where reading is not free. From its memory, since
+        torch's operations take ten times as long, a few times a minibatch for every
+        parameter.
         """
-        gradient = self._gradient
-        is_read = gradient.is_cpu and not gradient.is_sparse
-        address = gradient.data_ptr() if is_read else 0
-        if not address:  # or its memory was given back
-            return None
-        if address != self._address:
-            few = torch.atleast_1d(gradient.detach())
-            few = torch.view_as_real(few) if few.is_complex() else few
-            few = few[tuple(length // 2 for length in few.shape[:-1])][:_NUM_COMPARED]
-            self._view = few.view(_INTEGERS[few.element_size()]).numpy()
-            self._address = address
-        return self._view.tobytes()
+        held = self.gradient
+        if not (held.is_cpu and held.layout is torch.strided and held.data_ptr()):
+            return None  # or its memory was given back
+        layout = held.data_ptr(), held.stride()
+        if layout != self._layout:
+            self._layout, size = layout, held.element_size()
+            extent = 1 + sum((n - 1) * s for n, s in zip(held.shape, layout[1]))
+            number = min(_NUM_COMPARED, extent - extent // 2)
+            self._few = layout[0] + extent // 2 * size, number * size
+        return ctypes.string_at(*self._few)
 
 
 class Sums:

@@ -268,8 +268,7 @@ class Clipping(Part):
 
     def commit(self, step: Step) -> None:
         # In an order that no replica and no resumed run has for itself.
-        held = self._sums.gradients
-        trained = [p for p in self._run.parameters() if p in held]
+        trained = [p for p in self._run.parameters() if p in self._sums.gradients]
         self.norm = self._sums.clip_(trained, self._max_norm)
 
 

@@ -88,37 +88,18 @@ def test_freezing_and_unfreezing():
 
 @pytest.mark.parametrize(("value", "place"), [
     (torch.ones(()), ()),
-    (torch.ones(9, 4).T, (2, 7)),
-    (torch.ones(4, 3, 5, 6).to(memory_format=torch.channels_last), (2, 1, 2, 5)),
-    (torch.ones(3, 40, dtype=torch.bfloat16)[:, ::2], (1, 7)),
+    (torch.ones(9, 4).T, (2, 5)),
+    (torch.ones(4, 3, 5, 6).to(memory_format=torch.channels_last), (2, 1, 0, 2)),
+    (torch.ones(3, 40, dtype=torch.bfloat16)[:, ::2], (1, 12)),
 ], ids=["a number", "transposed", "channels last", "every other bfloat16"])  # fmt: skip
 def test_a_change_of_one_number_is_seen_in_any_layout(value, place):
-    """It is one of those in the middle; the gradient has the parameter's strides."""
+    """It is in the middle of the memory; the gradient has the parameter's strides."""
     parameter, (_, sampler, _) = nn.Parameter(value), make(trace=64)
     wrapper = vbs.ConstantOptimizer(SGD([parameter], 0.1), sampler, replica=CPU)
     next(iter(sampler))
     parameter.sum().backward()
     parameter.grad.data[place] = 0.5
     with pytest.raises(ValueError, match="was changed between backward"):
-        wrapper.step()
-
-
-def test_an_accumulation_may_count_as_two_writes():
-    model, sampler, _ = make(trace=96)
-    count = torch.autograd.graph.increment_version
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: count(p.grad))
-    wrapper = vbs.ConstantOptimizer(SGD(model.parameters(), 0.1), sampler, replica=CPU)
-    assert run_epoch(model, sampler, wrapper) == [0, 0, 1] * 2
-    sampler.set_epoch(1)
-    minibatches = iter(sampler)
-    next(minibatches)
-    backward(model)
-    wrapper.step()
-    model.zero_grad(set_to_none=False)
-    next(minibatches)
-    backward(model)
-    with pytest.raises(ValueError, match="first 1 minibatches would be lost"):
         wrapper.step()
 
 

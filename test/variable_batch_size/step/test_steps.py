@@ -1,7 +1,7 @@
 """Steps and epochs: idle ones, lockstep, and what a loop must not do."""
 
 import copy
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import pytest
@@ -38,8 +38,7 @@ def test_epochs_follow_the_sampler():
 def test_set_epoch_past_the_end_of_the_trace():
     _, sampler, wrapper = make()
     sampler.set_epoch(7)
-    assert wrapper.set_epoch(7) == 0
-    assert wrapper.get_bs() == 0
+    assert (wrapper.set_epoch(7), wrapper.get_bs()) == (0, 0)
 
 
 # Steps of 1 to 5 minibatches on 3 replicas, in some of which two of them are idle, the
@@ -95,9 +94,23 @@ def passes(t: Loop, scale: float = 1.0) -> None:
     backward(t.model, scale)
 
 
+def half_a_pass(t: Loop) -> None:
+    hook = t.model.weight.register_hook(lambda gradient: 1 / 0)
+    with suppress(ZeroDivisionError):
+        passes(t)
+    hook.remove()
+
+
 def share(t: Loop) -> None:
     inner, replica = torch.optim.SGD([nn.Parameter(torch.ones(1))]), t.wrapper.replica
     t.sampler.other = vbs.LinearRuleOptimizer(inner, t.sampler, 32, replica=replica)
+
+
+def counted_twice(parameters: Any, lr: float) -> torch.optim.SGD:
+    parameters, count = [*parameters], torch.autograd.graph.increment_version
+    for parameter in parameters:  # as where an addition writes twice
+        parameter.register_post_accumulate_grad_hook(lambda p: count(p.grad))
+    return torch.optim.SGD(parameters, lr)
 
 
 ACTIONS = {
@@ -111,7 +124,6 @@ ACTIONS = {
     "epoch": lambda t: run_epoch(t.model, t.sampler, t.wrapper),
     "zero": lambda t: t.model.zero_grad(),
     "zero in place": lambda t: t.model.zero_grad(set_to_none=False),
-    # Where torch does not count it, but the host sees it.
     "zero data": lambda t: [p.grad.data.zero_() for p in t.model.parameters()],
     "zero by the wrapper": lambda t: t.wrapper.zero_grad(),
     "freeze": lambda t: t.model.bias.requires_grad_(False),
@@ -122,6 +134,7 @@ ACTIONS = {
     "scale": lambda t: t.model.weight.grad.mul_(0.5),
     "replace": lambda t: setattr(t.model.weight, "grad", t.model.weight.grad / 2),
     "scale data": lambda t: t.model.weight.grad.data.mul_(0.5),  # torch counts nothing
+    "half a pass": half_a_pass,
     "reload": lambda t: t.model.load_state_dict(
         copy.deepcopy(t.model.state_dict()), assign=True
     ),
@@ -154,6 +167,8 @@ ON_ANY_REPLICA = [
         for before in ("", "minibatch, ", "freeze, zero, minibatch, ")
         for change in CHANGES
     ),
+    (TWO | {"inner": counted_twice}, "minibatch, zero in place, pass, step", LOST),
+    (TWO, "half a pass, pass of data from elsewhere, step", "backward.. has raised"),
     (TWO, "take, step", NO_PASS),
     (TWO, "minibatch, take, step", NO_PASS),
     (TWO, "freeze, zero, minibatch, unfreeze, pass, step", "changed within a step"),
@@ -217,6 +232,7 @@ def test_the_last_of_these_actions_is_refused(error, options, actions, message):
 @pytest.mark.parametrize(("options", "actions"), [
     (TWO, "pass of zero, step, minibatch"),  # as the message says
     (TWO, "pass of NaN, step, minibatch"),  # which equals itself
+    (TWO | {"inner": counted_twice}, "minibatch, minibatch"),
     (BESIDE_ONE, "attach, begin, attach another"),
     (FULL, "begin, minibatch, minibatch, attach"),  # the epoch has ended
     (TWO, "begin, minibatch, minibatch, attach"),
@@ -253,8 +269,7 @@ def makes_mistakes(rank: int) -> None:
     ):
         found, last = loop(actions, trace=192, replica=xla_replica.current())
         last(found)
-        told = pytest.raises(ValueError, match=message) if message else nullcontext()
-        with told:
+        with pytest.raises(ValueError, match=message) if message else nullcontext():
             found.wrapper.step()
 
 
