@@ -163,21 +163,22 @@ class RowUnits:
         seen = self.replica.all_max(seen)
         self.is_bad = ~where_finite(seen)
         seen = torch.where(self.is_bad, torch.zeros_like(seen), seen)
-        tops, peak = self._tops(seen), self._peak
+        both = torch.stack([seen, self._peak])
+        of_tensors = [rows.amax(1) for rows in both.split(self._sizes, 1)]
+        tops, old_tops = torch.stack(of_tensors, 1)
         counts = tops > comparable(0.0, tops)
         has_grown = (seen * self._base.squeeze(1) >= self._limit).any()
-        has_fallen = (counts & (tops < self._tops(peak) * FALLEN)).any()
+        has_fallen = (counts & (tops < old_tops * FALLEN)).any()
         again: torch.Tensor = has_grown | has_fallen
-        kept = torch.where(again, torch.zeros_like(peak), peak * SINK)
-        new = torch.maximum(seen, kept)
-        floor = (self._tops(new) * FLOOR).index_select(0, self._owner)
-        counts = counts.index_select(0, self._owner) & ~self.is_bad
-        self._next_peak = torch.where(counts, torch.maximum(new, floor), peak)
+        kept, kept_tops = (
+            torch.where(again, torch.zeros_like(each), each * SINK)
+            for each in (self._peak, old_tops)
+        )
+        floor = torch.maximum(tops, kept_tops) * FLOOR
+        floor, counts = (each.index_select(0, self._owner) for each in (floor, counts))
+        new = torch.maximum(torch.maximum(seen, kept), floor)
+        self._next_peak = torch.where(counts & ~self.is_bad, new, self._peak)
         return again.reshape(1)
-
-    def _tops(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Returns the largest of the rows of each tensor."""
-        return torch.stack([each.amax(0) for each in numbers.split(self._sizes)])
 
     def divisors(self, count: Any = 1) -> torch.Tensor:
         """Returns ``(rows, 1)``: what makes sums means; call it after `measure`.
@@ -322,6 +323,8 @@ class RowTotal:
             return result.copy_((low.float() / by_row).view(result.shape))
         parts = self._units.pieces(low, result.view(low.shape), by_row)
         for part, mean, divisor in parts:
+            # To divide integers takes a CPU twice as long as to convert them first.
+            part = part.float() if self._units.replica.is_host else part
             torch.div(part, divisor, out=mean)
         return result
 
