@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 _BEATS_PER_TIMEOUT = 8
 _LOOK_SECONDS = 0.05
 _END_SECONDS = 5.0  # more than a heartbeat and a look at the page may take
+_LOOKS_ALONE = 5 * _BEATS_PER_TIMEOUT  # since others' heartbeats may be late
 # A key in a member's store: the others wait for it in vain, and it sends no heartbeat.
 _HANGS = "hangs"
 _STORE_SECONDS = 5.0
@@ -174,7 +175,7 @@ class Membership:
         self._is_asking = True
         self._store.delete_key(_HANGS)
         # The lighthouse answers without one that hangs after this patience, no sooner.
-        tells_at = time.monotonic() + self._patience
+        tells_at, num_alone = time.monotonic() + self._patience, 0
         offer = self._offer()._replace(mark=mark, is_between=is_between, leaves=leaves)
         while True:
             offers = self._ask(offer)
@@ -182,16 +183,16 @@ class Membership:
                 self._check_is_not_left(offers)
                 found = next_generation(offers, self.id, self._token, self._min_members)
             except Superseded as error:
-                if leaves or len(offers) == 1:  # there is nobody to join
+                num_alone += len(offers) == 1
+                if leaves or num_alone > _LOOKS_ALONE:  # there is nobody to join
                     raise
-                logger.warning(
-                    f"this member joins anew, with the others' state: {error}"
-                )
-                self.id, self.generation = _new_id(), None
-                self._ignored.add(self.id)
-                self.was_silent = False
-                offer = self._offer()
-                continue
+                found = None
+                if len(offers) > 1:
+                    logger.warning(f"this member joins anew with their state: {error}")
+                    self.id, self.generation, self.was_silent = _new_id(), None, False
+                    self._ignored.add(self.id)
+                    offer = self._offer()
+                    continue
             if found is not None:
                 break
             self._check_stop(is_waiting=True)
@@ -257,16 +258,15 @@ class Membership:
 
         They have left a newer checkpoint then, and nobody who is here has a state.
         """
-        last, before = self.generation, self._last_quorum
-        self._last_quorum = quorum = self._quorum
-        if last is None or not self.was_silent or len(last.members) == 1:
-            return
+        last, missed = self.generation, self._quorum - self._last_quorum
+        is_apart = last is not None and self.was_silent and len(last.members) > 1
         has_peers = any(m != self.id and not offers[m].is_new for m in offers)
-        if not has_peers and self.is_behind() and not before <= quorum <= before + 1:
+        if is_apart and not has_peers and missed not in (0, 1) and self.is_behind():
             raise Superseded(
                 f"this member was not heard of for {self._heartbeat_seconds:g} s, and "
                 f"generation {last.number} is gone: start it again"
             )
+        self._last_quorum = self._quorum
 
     def _ask(self, offer: Offer) -> dict[str, Offer]:
         """Returns what the members of a quorum offer, by id."""

@@ -192,11 +192,16 @@ def test_a_paused_member_joins_who_begins_with_the_checkpoint_of_the_dead(
 
 
 def test_a_paused_member_passes_over_the_epochs_that_another_one_has_trained(tmp_path):
+    """Also if that one is not heard of when it goes on."""
     with live(tmp_path, *words(9, 0.02), seconds=1.0) as job:
-        paused, _ = started(job, 2)
+        paused, other = started(job, 2)
         os.kill(paused.pid, signal.SIGSTOP)
         job.wait(lambda: job.num_updates() > 45)  # in the fourth epoch
+        os.kill(other.pid, signal.SIGSTOP)
+        job.wait(lambda: not job.is_heard())
         os.kill(paused.pid, signal.SIGCONT)
+        time.sleep(1.5)
+        os.kill(other.pid, signal.SIGCONT)
         job.wait(lambda: "joins anew" in job.log())
         assert ends(job) == [0, 0], job.log()
 
