@@ -4,10 +4,10 @@ Both train the same model with SGD and momentum on processes of one thread each.
 sums gradients while the backward pass still computes others, in buckets of which
 gradients are views, and skips the sum in all minibatches of a step but the last. So
 does FSDP2; beside it the elastic wrapper trains a model that is sharded alike. Rounds
-of both alternate; the result is the median ratio of neighbours, in several launches,
-since where a launch has its memory decides about several percent. malloc keeps what is
-freed: else some launches give the memory of gradients back, and every step faults it in
-again.
+of a few steps alternate, since a machine's speed drifts; the result is the median ratio
+of neighbours, in several launches, since where a launch has its memory decides about
+several percent. malloc keeps what is freed: else some launches give the memory of
+gradients back, and every step faults it in again.
 
     python tools/benchmarks/bench_ddp.py --output ddp.json
     python tools/benchmarks/bench_ddp.py --against FSDP2 --output fsdp2.json
@@ -16,9 +16,10 @@ again.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from tools.record import parser_with_output, row, save
 from tools.side_by_side import keep_freed_pages
 
 LR, MOMENTUM, CLASSES = 0.01, 0.9, 10
+EPOCH = 100  # steps
 GOALS = {"DDP": 1.03, "FSDP2": 1.05}
 
 
@@ -91,36 +93,41 @@ class Loop:
 
 def elastic(
     name: str, substeps: int, num_steps: int, sharded: bool, overlap: bool
-) -> Callable[[int], None]:
+) -> Callable[[], None]:
     """Returns a function that trains so many steps with the elastic wrapper."""
     loop = Loop(name, sharded)
     size = substeps * loop.replica.num_replicas
     sampler = vbs.CustomSampler(
-        dataset_size=size * num_steps,
-        trace=[size] * num_steps,
+        dataset_size=size * EPOCH,
+        trace=[size],
         minibatch_size=1,
-        on_end="cycle",
+        on_end="hold",
         verbose=False,
     )
     optimizer = vbs.ConstantOptimizer(loop.inner, sampler, overlap=overlap)
 
-    def run(epoch: int) -> None:
-        sampler.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
-        for _ in sampler:
+    def epochs() -> Iterator[Iterable[Any]]:
+        for epoch in itertools.count():
+            sampler.set_epoch(epoch)
+            optimizer.set_epoch(epoch)
+            yield sampler
+
+    minibatches = itertools.chain.from_iterable(epochs())
+
+    def run() -> None:
+        for _ in itertools.islice(minibatches, num_steps * substeps):
             loop.backward(loop.model)
             optimizer.step()
 
     return run
 
 
-def ddp(name: str, substeps: int, num_steps: int) -> Callable[[int], None]:
+def ddp(name: str, substeps: int, num_steps: int) -> Callable[[], None]:
     """Returns a function that trains so many steps with DDP."""
     loop = Loop(name)
     model = DistributedDataParallel(loop.model, gradient_as_bucket_view=True)
 
-    def run(epoch: int) -> None:
-        del epoch
+    def run() -> None:
         for _ in range(num_steps):
             for substep in range(substeps):
                 last = substep == substeps - 1
@@ -132,15 +139,14 @@ def ddp(name: str, substeps: int, num_steps: int) -> Callable[[int], None]:
     return run
 
 
-def fsdp2(name: str, substeps: int, num_steps: int) -> Callable[[int], None]:
+def fsdp2(name: str, substeps: int, num_steps: int) -> Callable[[], None]:
     """Returns a function that trains so many steps with FSDP2."""
     loop = Loop(name, sharded=True)
     for module in loop.model.modules():
         if isinstance(module, FSDPModule):  # gloo has no means
             module.set_force_sum_reduction_for_comms(True)
 
-    def run(epoch: int) -> None:
-        del epoch
+    def run() -> None:
         for _ in range(num_steps):
             for substep in range(substeps):
                 loop.model.set_requires_gradient_sync(substep == substeps - 1)
@@ -173,14 +179,14 @@ def seconds_per_step(
         against: OTHERS[against](name, substeps, num_steps),
     }
     seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for epoch in range(rounds + 2):
+    for number in range(rounds + 2):
         # Each goes first every other round: the second one finds warmer caches.
-        for which, run in list(loops.items())[:: 1 if epoch % 2 else -1]:
+        for which, run in list(loops.items())[:: 1 if number % 2 else -1]:
             replica.barrier()
             start = time.perf_counter()
-            run(epoch)
+            run()
             replica.barrier()
-            if epoch >= 2:
+            if number >= 2:
                 seconds[which].append((time.perf_counter() - start) / num_steps)
     return seconds
 
@@ -200,9 +206,9 @@ def main() -> None:
         help="minibatches of a step on each replica (default: 1 4)",
     )
     parser.add_argument("--launches", type=int, default=4, help="default: 4")
-    parser.add_argument("--rounds", type=int, default=5, help="of each (default: 5)")
+    parser.add_argument("--rounds", type=int, default=30, help="of each (default: 30)")
     parser.add_argument(
-        "--steps", type=int, default=20, help="steps in a round (default: 20)"
+        "--steps", type=int, default=4, help="steps in a round (default: 4)"
     )
     parser.add_argument(
         "--threads", type=int, default=1, help="of each process (default: 1)"

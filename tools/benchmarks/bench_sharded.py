@@ -3,11 +3,12 @@
 Two processes train a model with AdamW: by FSDP2, with accumulation by hand; by the
 elastic wrapper that `launch` starts; as one live member of two processes; as a replica
 group of torchft, with its sum in FSDP2's all-reduce hook; and, each with all of the
-model, by DistributedDataParallel and as two live members of one process. Sums are of
-floats, or exact. Each pair of processes runs beside the one that it is compared with,
-and both take turns of six updates, whose time is compared. Peak memory is the most that
-torch's allocator holds in a process, from before the model is built to the third
-update, and the most that the process has resident.
+model, by DistributedDataParallel, by FSDP2 as two replicas of one shard (HSDP), and as
+two live members of one process. Sums are of floats, or exact. Each pair of processes
+runs beside the one that it is compared with, and both take turns of six updates, whose
+time is compared. Peak memory is the most that torch's allocator holds in a process,
+from before the model is built to the third update, and the most that the process has
+resident; malloc keeps what is freed.
 
     python tools/benchmarks/bench_sharded.py --output sharded.json
     python tools/benchmarks/bench_sharded.py --quick
@@ -23,12 +24,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from tqdm.auto import tqdm
@@ -48,6 +51,7 @@ from tools.benchmarks.bench_live import (
 from tools.benchmarks.models import Attention
 from tools.peak_memory import Recording
 from tools.record import parser_with_output, row, save
+from tools.side_by_side import keep_freed_pages
 
 MODELS = "gpt", "mlp"  # of bench_live.py
 # Of both processes of a pair that are one member, of two of them, and of others.
@@ -58,6 +62,7 @@ RATIOS = (
     ("elastic", "FSDP2", 1.05, 1.05), ("live", "FSDP2", 1.05, 1.05),
     ("elastic exact", "FSDP2", 1.25, None), ("live exact", "FSDP2", 1.25, None),
     ("torchft", "FSDP2", None, None), ("2 x 1", "DDP", 1.03, None),
+    ("HSDP", "DDP", None, None), ("2 x 1", "HSDP", None, None),
     ("2 x 1 exact", "2 x 1", None, None),
 )  # fmt: skip
 NUM_PROFILED = 3  # updates
@@ -65,20 +70,33 @@ NUM_PROFILED = 3  # updates
 Found = dict[str, Any]  # what a process finds
 
 
-def shard(reduce_dtype: torch.dtype | None, model: nn.Module) -> None:
-    """Shards blocks or layers, and the rest of the model, over a member's processes."""
+def shard(
+    reduce_dtype: torch.dtype | None, shape: tuple[int, ...], model: nn.Module
+) -> None:
+    """Shards blocks or layers, and the rest of the model, over a mesh of processes."""
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     for module in model.modules():
         if isinstance(module, Attention):
-            fully_shard(module, mp_policy=policy)
+            fully_shard(module, **how)
     if isinstance(model, nn.Sequential):
         for layer in model:
             if any(True for _ in layer.parameters()):
-                fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+                fully_shard(layer, **how)
+    fully_shard(model, **how)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # gloo has no means
             module.set_force_sum_reduction_for_comms(True)
+
+
+@contextlib.contextmanager
+def summing_shards_alone(model: Any) -> Iterator[None]:
+    """Leaves the sum over copies of shards to a later minibatch."""
+    model.set_requires_all_reduce(False)
+    yield
+    model.set_requires_all_reduce(True)
 
 
 class Ends:
@@ -105,15 +123,19 @@ def train(
     if not torch.distributed.is_initialized():  # a member of one process
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    keep_freed_pages()
     memory, is_exact = Recording(), "exact" in pair
     dtype = torch.float64 if is_exact else None
-    loop = Loop(name, None if pair == "DDP" else partial(shard, dtype))
+    shape = (2, 1) if pair == "HSDP" else (torch.distributed.get_world_size(),)
+    loop = Loop(name, None if pair == "DDP" else partial(shard, dtype, shape))
     model: Any = loop.model
     turns = partial(Turns, Path(folder), number, num_updates, num_pairs=2)
-    if pair in ("FSDP2", "DDP", "torchft"):
+    if pair in ("FSDP2", "DDP", "HSDP", "torchft"):
         inner: Any = loop.inner
         if pair == "DDP":
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if pair == "HSDP":
+            model.no_sync = partial(summing_shards_alone, model)
         if pair == "torchft":
             inner = of_torchft(rank, model, inner, lighthouse)
         ends = Ends(turns(), memory)
@@ -208,6 +230,8 @@ def measured(
             count = 2 if pair in TWO_MEMBERS else 1
             made = [start(code, "bench_sharded", **variables) for _ in range(count)]
             processes[pair] = made
+            for process in made:  # if the other pair fails
+                stack.callback(process.kill)
         while len(list(Path(folder).glob("ready-*"))) < 4:
             for pair, own in processes.items():
                 if any(process.poll() for process in own):
@@ -225,7 +249,7 @@ def main() -> None:
     parser = parser_with_output(__doc__)
     parser.add_argument("--turns", type=int, default=3, help="default: 3")
     add_cases(parser, MODELS, [2])
-    pairs = [ratio[0] for ratio in RATIOS]
+    pairs = [*dict.fromkeys(ratio[0] for ratio in RATIOS)]
     parser.add_argument(
         "--pairs", nargs="+", choices=pairs, default=pairs, help="default: all"
     )

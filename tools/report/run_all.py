@@ -64,13 +64,13 @@ RUNS = {
     ),
     "bench_ddp": Run(
         "An elastic step beside DistributedDataParallel, two processes", "outside",
-        "--substeps 1 2 4 --steps 10 --rounds 6",
-        "--substeps 1 2 4 --steps 40 --rounds 24",
+        "--substeps 1 2 4 --rounds 15",
+        "--substeps 1 2 4 --rounds 60",
     ),
     "bench_fsdp2": Run(
         "An elastic step beside FSDP2, two processes", "outside",
-        "--against FSDP2 --substeps 1 --steps 10 --rounds 4",
-        "--against FSDP2 --substeps 1 4 --rounds 24", "bench_ddp",
+        "--against FSDP2 --substeps 1 --rounds 10",
+        "--against FSDP2 --substeps 1 4 --rounds 60", "bench_ddp",
     ),
     "bench_exact": Run("Exact sums", "torch", "--rounds 10", "--rounds 60"),
     "bench_live": Run(
