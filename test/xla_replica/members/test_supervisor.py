@@ -114,8 +114,7 @@ dist.destroy_process_group()
 def test_the_processes_of_a_member_form_a_group_and_die_together(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     assert keep_running(["-c", GROUP, str(tmp_path)], 1, {}, num_processes=2) == 0
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["0-0", "0-1", "1-0", "1-1"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0-0", "0-1", "1-0", "1-1"]
     assert "has died (9)" in caplog.text
     assert "torchrun --standalone --nproc-per-node=2 -c" in caplog.text
 
