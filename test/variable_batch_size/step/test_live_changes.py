@@ -34,7 +34,6 @@ pytestmark = jobs.needs_lighthouse
 SLOW = pytest.mark.slow
 
 
-@of_torch_alone
 def test_members_leave_stop_and_join(tmp_path):
     with live(tmp_path, *words(5, 0.04), min_members=2) as job:
         first, second = started(job, 2)
@@ -217,7 +216,6 @@ def test_a_slice_of_processes_dies_and_another_joins(kind, tmp_path):
     lose_a_slice(tmp_path, kind, sizes, MEMBER_DEVICE="cpu")
 
 
-@of_torch_alone
 def test_members_that_are_not_of_the_run_are_refused(tmp_path):
     with live(tmp_path, *words(3)) as job:
         going_on = job.start()
