@@ -1,5 +1,6 @@
 """A training is asked to stop as Google's metadata server announces it."""
 
+import contextlib
 import http.server
 import os
 import signal
@@ -56,7 +57,8 @@ class Answer(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("ETag", value)
         self.end_headers()
-        self.wfile.write(value.encode())
+        with contextlib.suppress(BrokenPipeError):  # who asked has ended
+            self.wfile.write(value.encode())
 
     def log_message(self, *words: object) -> None: ...
 
