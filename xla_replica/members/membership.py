@@ -107,13 +107,12 @@ class Membership:
         self._address = lighthouse.rstrip("/")
         self._token, self._min_members = options.token, options.min_members
         self._heartbeat_seconds = options.heartbeat_seconds
-        self._patience = options.patience_seconds
-        self._num_replicas = num_replicas
+        self._patience, self._num_replicas = options.patience_seconds, num_replicas
         self.id = _new_id()
         self.generation: Generation | None = None
         self._quorum = self._last_quorum = 0  # numbers of the last two
-        self.has_lost = self.was_silent = False
-        self._is_asking = False  # for a generation
+        # The last one: for a generation.
+        self.has_lost = self.was_silent = self._is_asking = False
         self.settings: Mapping[str, Any] = {}
         self.is_behind: Callable[[], bool] = bool
         # Ids of who has left or was refused, and what the watch has seen last.
@@ -176,6 +175,7 @@ class Membership:
         self._store.delete_key(_HANGS)
         # The lighthouse answers without one that hangs after this patience, no sooner.
         tells_at, num_alone = time.monotonic() + self._patience, 0
+        superseded: Superseded | None = None
         offer = self._offer()._replace(mark=mark, is_between=is_between, leaves=leaves)
         while True:
             offers = self._ask(offer)
@@ -183,16 +183,18 @@ class Membership:
                 self._check_is_not_left(offers)
                 found = next_generation(offers, self.id, self._token, self._min_members)
             except Superseded as error:
-                num_alone += len(offers) == 1
-                if leaves or num_alone > _LOOKS_ALONE:  # there is nobody to join
+                if leaves:
                     raise
-                found = None
-                if len(offers) > 1:
-                    logger.warning(f"this member joins anew with their state: {error}")
-                    self.id, self.generation, self.was_silent = _new_id(), None, False
-                    self._ignored.add(self.id)
-                    offer = self._offer()
-                    continue
+                # At once: those whose heartbeats are late see only new members wait.
+                logger.warning(f"this member joins anew with their state: {error}")
+                self.id, self.generation, self.was_silent = _new_id(), None, False
+                self._ignored.add(self.id)
+                superseded, offer = error, self._offer()
+                continue
+            if superseded is not None and len(offers) == 1:  # there is nobody to join
+                found, num_alone = None, num_alone + 1
+                if num_alone > _LOOKS_ALONE:
+                    raise superseded
             if found is not None:
                 break
             self._check_stop(is_waiting=True)
