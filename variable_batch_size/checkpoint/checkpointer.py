@@ -128,7 +128,7 @@ class Checkpointer:
         """
         if self.replica.is_primary:
             if self._begun is not None:  # told now, not by a save much later
-                self._claim(self.num_updates - 1)
+                files.claim(self.folder, self.num_updates - 1)
             if update.ends_epoch and update.epoch == 1:
                 self._warn_of_schedulers()
         is_due = self._times.due(self.num_updates)
@@ -227,18 +227,11 @@ class Checkpointer:
         replica.sync()  # the sums in the state, on every replica alike
         name = self.folder / f"update-{number:08d}"
         path: Path | None = None
-        try:
+        with replica.writing(f"update {number}"):
             state, digests = shards.split(name, state, replica)
             if replica.is_primary:
                 whole = replica.to_host(state) | {"digests": digests}
                 path = self._write(number, whole, is_best)
-        except Exception as error:
-            # Another one writes; if one is lost, the others have moved on.
-            if replica.is_live and not isinstance(error, xla_replica.MemberLost):
-                replica.leave((), f"has not saved update {number}: {error}")
-            raise
-        if replica.is_live:  # if who writes dies, another one does
-            replica.barrier()
         if path is not None:
             size, seconds = path.stat().st_size / 1e6, time.perf_counter() - since
             logger.info(f"saved {path}: {size:.1f} MB in {seconds:.2f} s")
@@ -249,23 +242,14 @@ class Checkpointer:
 
     def _write(self, number: int, state: dict[str, Any], is_best: bool) -> Path:
         """Writes the state after so many updates, and deletes older files."""
-        self._claim(number)
+        files.claim(self.folder, number)
         try:
             path = files.write(self.folder, number, state, is_best)
         except FileNotFoundError:  # others have tidied up what it was writing
-            self._claim(number)
+            files.claim(self.folder, number)
             raise
         files.tidy(self.folder, self._times.keep)
         return path
-
-    def _claim(self, number: int) -> None:
-        """Prepares the folder; raises MemberLost if others have written meanwhile."""
-        try:
-            files.claim(self.folder, number)
-        except files.CheckpointError as error:
-            if not self.replica.is_live:
-                raise
-            raise xla_replica.MemberLost(str(error), self.replica.rank) from error
 
     def newest(self) -> int:
         """Returns how many updates the newest checkpoint has."""

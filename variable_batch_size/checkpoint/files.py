@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from variable_batch_size.checkpoint import shards
+from xla_replica import MemberLost
 from xla_replica.common.differences import check_same
 from xla_replica.common.files import UNFINISHED, sha256, unfinished_name, write_whole
 from xla_replica.common.trees import without_numpy
@@ -34,6 +35,10 @@ _NAME = re.compile(rf"(?:update|best)-(\d{{8,}})-([0-9a-f]{{{_DIGITS}}})\.pt")
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be used, or would not be."""
+
+
+class NewerCheckpoints(CheckpointError, MemberLost):
+    """A folder has checkpoints of more updates: of another run, or of other members."""
 
 
 def write_checkpoint(path: str | Path, state: Mapping[str, Any]) -> None:
@@ -184,8 +189,8 @@ def claim(folder: Path, num_updates: int) -> None:
     """Prepares a folder for a run of so many updates, which is going to write there.
 
     Deletes damaged checkpoints of more updates, which loading has passed over. Raises
-    CheckpointError if one of them is whole, since it is another run's, and OSError if
-    the folder cannot be written to.
+    NewerCheckpoints if one of them is whole, and OSError if the folder cannot be
+    written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
@@ -193,7 +198,7 @@ def claim(folder: Path, num_updates: int) -> None:
         if file.num_updates <= num_updates:
             return
         if file.is_whole():
-            raise CheckpointError(
+            raise NewerCheckpoints(
                 f"{file.path} has {file.num_updates} updates, and this run "
                 f"{num_updates}: call load() before training, or change the folder"
             )

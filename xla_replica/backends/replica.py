@@ -14,7 +14,7 @@ import math
 import numbers
 import pickle
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +310,13 @@ class Replica(abc.ABC):
         # Some groups' own barrier does nothing.
         self.all_reduce_([self.scalar(1.0)])
         self.wait()
+
+    def writing(self, what: str) -> AbstractContextManager[None]:
+        """Surrounds what all replicas do together to write ``what``, for people.
+
+        In a live run another member writes it if one dies or fails.
+        """
+        return nullcontext()
 
     def sync(self) -> None:  # noqa: B027 (nothing to do is right where nothing is lazy)
         """Cuts the pending lazy graph here and starts it; elsewhere does nothing."""

@@ -400,6 +400,16 @@ class MemberReplica(Replica):
         options.timeout = timedelta(seconds=self._patience)
         self._lead("barrier", methodcaller("allreduce", [torch.zeros(1)], options))
 
+    @contextlib.contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # another one writes, or all have moved on
+            if not isinstance(error, MemberLost):
+                self.leave((), f"has not saved {what}: {error}")
+            raise
+        self.barrier()
+
     def all_max(self, tensor: torch.Tensor) -> torch.Tensor:
         [largest] = self.fetch([self._inner.all_max(tensor)])
         self._sum_over_members("all_max", largest, torch.distributed.ReduceOp.MAX)
