@@ -38,7 +38,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 19_692
+CODE = 19_693
 TEST_LINES = 33_500
 
 

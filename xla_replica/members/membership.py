@@ -213,7 +213,8 @@ class Membership:
         self.has_lost = self.was_silent = self._is_asking = False
         if last := self.generation:
             self._note_joiners(last, found, mark)
-            self._left_out |= {*last.members} - {*found.members}
+            if tells_at - time.monotonic() < self._patience / 2:  # else silent ones
+                self._left_out |= {*last.members} - {*found.members}
         if leaves:
             self.leave()
         else:
