@@ -106,6 +106,7 @@ ROW = {"slice": "v5e:2x4", "place": "a.py:1", "seconds": 1.0, "code bytes": 2**2
     (ROW, saved(dtype="f32[5]"), ": the program at me/training"),
     ({**ROW, "refused": "no"}, saved(), ": v5e:2x4 refuses a.py:1: no"),
     ({**ROW, "code bytes": 9 * 2**20}, saved(), "makes 9.0 MiB of code for a.py"),
+    ({**ROW, "seconds": 9.0}, saved(), None),  # the machine did other work
 ])  # fmt: skip
 def test_the_command_fails_where_something_is_wrong(
     monkeypatch, tmp_path, capsys, row, replica_1, message
@@ -126,7 +127,7 @@ def test_the_command_fails_where_something_is_wrong(
     monkeypatch.setattr("sys.argv", [*arguments, "--output", str(output)])
     if message is None:
         compile_programs.main()
-        assert f"| {case} | 1 | 1.0 | 1 | 1 |" in capsys.readouterr().out
+        assert f"| {case} | 1 | {row['seconds']} | 1 | 1 |" in capsys.readouterr().out
     else:
         with pytest.raises(SystemExit) as end:
             compile_programs.main()

@@ -104,8 +104,7 @@ folder, rank = pathlib.Path(sys.argv[1]), dist.get_rank()
 number = len([*folder.glob(f"{rank}-*")])
 (folder / f"{rank}-{number}").touch()
 if number == 0:  # one of the first member dies, and the other one waits for ever
-    while not (folder / "0-0").exists():
-        time.sleep(0.01)
+    while not (folder / "0-0").exists(): time.sleep(0.01)
     os._exit(9) if rank else time.sleep(600)
 dist.destroy_process_group()
 """
