@@ -273,7 +273,8 @@ class Membership:
 
     def _ask(self, offer: Offer) -> dict[str, Offer]:
         """Returns what the members of a quorum offer, by id."""
-        place = self.id, timedelta(seconds=max(self._patience, 1.0))
+        # Longer than the lighthouse waits for one that hangs, so that it answers all.
+        place = self.id, timedelta(seconds=self._patience + self._heartbeat_seconds)
         shown = {"store_address": offer.store, "world_size": 1}  # on its page
         ask = partial(self._client.quorum, *place, data=offer._asdict(), **shown)
         seconds = 0.0
@@ -290,7 +291,7 @@ class Membership:
                         f"the lighthouse at {self._address} has made no quorum for "
                         f"{2 * self._patience:g} s: {error}"
                     ) from error
-                logger.warning(f"the lighthouse is asked again: {error}")
+                logger.warning(f"waits for all that the lighthouse hears of: {error}")
                 self._quieten_others()
                 time.sleep(self._heartbeat_seconds)
                 continue

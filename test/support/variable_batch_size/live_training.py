@@ -80,7 +80,8 @@ def check_floats(job: LiveJob, arguments: tuple[str, ...]) -> None:
             torch.testing.assert_close(own, other, rtol=1e-11, atol=1e-12)
 
 
-def words(epochs: int, seconds: float = 0.03) -> tuple[str, ...]:
+def words(epochs: int = LONGEST, seconds: float = 0.03) -> tuple[str, ...]:
+    """Returns arguments, of more epochs than who ends soon needs: some start late."""
     return "--epochs", str(epochs), "--minibatch-seconds", str(seconds)
 
 

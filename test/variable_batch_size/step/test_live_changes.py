@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from support.variable_batch_size.live_training import (
-    LONGEST,
     check,
     check_floats,
     ends,
@@ -55,7 +54,7 @@ def test_members_leave_stop_and_join(tmp_path):
 
 @of_torch_alone
 def test_an_ordinary_death_is_one_line(tmp_path):
-    with live(tmp_path, *words(4, 0.03), seconds=2.0) as job:
+    with live(tmp_path, *words(), seconds=2.0) as job:
         first, second = started(job, 2)
         job.wait(more_updates(job))
         first.kill()
@@ -81,7 +80,7 @@ def test_a_member_that_waits_to_join_ends_when_it_is_asked_to(tmp_path):
 @of_torch_alone
 def test_the_log_has_every_line_whoever_wrote_it(tmp_path):
     more = ("--log-steps", "1000")
-    with live(tmp_path, *words(3, 0.03), more=more, seconds=2.0) as job:
+    with live(tmp_path, *words(), more=more, seconds=2.0) as job:
         [first] = started(job, 1)
         _, _ = job.start(), job.wait(lambda: job.num_ready() == 2)
         first.kill()
@@ -92,7 +91,7 @@ def test_the_log_has_every_line_whoever_wrote_it(tmp_path):
 
 @of_torch_alone
 def test_a_run_whose_members_have_all_died_continues_its_checkpoint(tmp_path):
-    with live(tmp_path, *words(3)) as job:
+    with live(tmp_path, *words()) as job:
         members = [job.start(), job.start()]
         job.wait(lambda: list(job.folder.glob("checkpoints/*.pt")))
         for each in members:
@@ -105,7 +104,7 @@ def test_a_run_whose_members_have_all_died_continues_its_checkpoint(tmp_path):
 
 @of_torch_alone
 def test_a_trace_of_batches_that_follow_members_replays_the_run(tmp_path):
-    with live_job(tmp_path / "live", *words(2), "--follow") as job:
+    with live_job(tmp_path / "live", *words(6), "--follow") as job:
         first, second = started(job, 2)
         job.wait(more_updates(job))
         first.kill()
@@ -115,7 +114,7 @@ def test_a_trace_of_batches_that_follow_members_replays_the_run(tmp_path):
         decided = job.folder / "decided.csv"
         assert len(decided.read_text().splitlines()) >= 4, job.log()
         assert second.exitcode == 0
-        replay = (*words(2), "--trace", str(decided))
+        replay = (*words(6), "--trace", str(decided))
         check(job, undisturbed(replay, tmp_path / "alone"))
 
 
@@ -191,7 +190,7 @@ def test_a_slice_on_xla_dies_another_joins_and_nothing_compiles(kind, tmp_path):
 @needs_torchtpu
 @pytest.mark.torchtpu
 def test_a_member_on_torchtpu_dies_and_another_joins(tmp_path):
-    with live(tmp_path, *words(4)) as job:
+    with live(tmp_path, *words()) as job:
         members = started(job, 3)
         job.wait(more_updates(job))
         members[0].kill()
@@ -217,7 +216,7 @@ def test_a_slice_of_processes_dies_and_another_joins(kind, tmp_path):
 
 
 def test_members_that_are_not_of_the_run_are_refused(tmp_path):
-    with live(tmp_path, *words(3)) as job:
+    with live(tmp_path, *words()) as job:
         going_on = job.start()
         job.wait(job.num_ready)
         others = [job.start(LIVE_TOKEN="a guess"), job.start(MEMBER_SEED="1")]
@@ -257,9 +256,9 @@ def test_a_joiner_that_differs_is_refused_alone_by_name_on_both_sides(
 
 @of_torch_alone
 def test_the_lighthouse_may_go_away_and_come_back(tmp_path):
-    expected = undisturbed(words(LONGEST), tmp_path / "alone")
+    expected = undisturbed(words(), tmp_path / "alone")
     lighthouse = jobs.Lighthouse(heartbeat_seconds=3.0)
-    job = LiveJob(tmp_path / "live", words(LONGEST), lighthouse.variables)
+    job = LiveJob(tmp_path / "live", words(), lighthouse.variables)
     with lighthouse:
         members = started(job, 2)
     job.wait(more_updates(job))  # nobody needs it

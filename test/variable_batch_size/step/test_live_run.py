@@ -128,10 +128,11 @@ def test_a_member_that_alone_loses_sums_receives_what_the_others_made_of_them(tm
 @pytest.mark.parametrize("num_members", [2, 3])
 def test_the_others_go_on_without_one_that_hangs(num_members, tmp_path):
     times = {"patience": 5.0, "LIVE_TIMEOUT_SECONDS": "4"}
-    with live(tmp_path, *words(3, 0.02), **times) as job:
-        hangs = job.start(jobs.Hang(30))
+    with live(tmp_path, *words(seconds=0.02), **times) as job:
+        hangs = job.start(jobs.Hang())
         others = [job.start() for _ in range(num_members - 1)]
         job.wait(lambda: job.num_ready() == num_members)
+        (job.folder / "armed").touch()
         job.wait(job.num_met)
         job.wait(more_updates(job))
         end_soon(job)
@@ -141,7 +142,7 @@ def test_the_others_go_on_without_one_that_hangs(num_members, tmp_path):
 
 
 def test_members_that_are_paused_and_go_on_one_after_another_all_end_well(tmp_path):
-    with live(tmp_path, *words(6, 0.03), seconds=1.0) as job:
+    with live(tmp_path, *words(), seconds=1.0) as job:
         members = started(job, 3)
         job.wait(more_updates(job))
         for each in members:
@@ -156,7 +157,7 @@ def test_members_that_are_paused_and_go_on_one_after_another_all_end_well(tmp_pa
 
 
 def test_paused_members_join_one_that_has_begun_with_a_checkpoint(tmp_path):
-    with live(tmp_path, *words(9, 0.03), seconds=1.0) as job:
+    with live(tmp_path, *words(), seconds=1.0) as job:
         members = started(job, 2)
         job.wait(job.saved)
         for each in members:
@@ -174,7 +175,7 @@ def test_a_paused_member_joins_who_begins_with_the_checkpoint_of_the_dead(
     tmp_path,
 ):
     """It is ahead of nobody, and its own state is older than what they have saved."""
-    with live(tmp_path, *words(9, 0.03), seconds=1.0, min_members=2) as job:
+    with live(tmp_path, *words(), seconds=1.0, min_members=2) as job:
         paused, *others = started(job, 3)
         os.kill(paused.pid, signal.SIGSTOP)
         number = job.num_updates()
@@ -193,7 +194,7 @@ def test_a_paused_member_joins_who_begins_with_the_checkpoint_of_the_dead(
 
 def test_a_paused_member_passes_over_the_epochs_that_another_one_has_trained(tmp_path):
     """Also if that one is not heard of when it goes on."""
-    with live(tmp_path, *words(9, 0.02), seconds=1.0) as job:
+    with live(tmp_path, *words(seconds=0.02), seconds=1.0) as job:
         paused, other = started(job, 2)
         os.kill(paused.pid, signal.SIGSTOP)
         job.wait(lambda: job.num_updates() > 45)  # in the fourth epoch
@@ -224,7 +225,7 @@ def test_the_last_checkpoint_is_there_whoever_dies_writing_it(how, has_space, tm
 @pytest.mark.parametrize("sends", [True, False])
 def test_who_dies_amid_the_pieces_of_a_state_costs_its_own_alone(sends, tmp_path):
     fate = jobs.DiesAmidPieces(sends)
-    with live(tmp_path, *words(5, 0.03), seconds=2.0) as job:
+    with live(tmp_path, *words(), seconds=2.0) as job:
         started(job, 2, fate)
         (job.folder / "armed").touch()
         joiner = job.start(fate)
@@ -239,7 +240,7 @@ def test_who_dies_amid_the_pieces_of_a_state_costs_its_own_alone(sends, tmp_path
 
 
 def test_a_second_death_where_survivors_meet_costs_no_more_than_the_first(tmp_path):
-    with live(tmp_path, *words(4, 0.03), seconds=2.0) as job:
+    with live(tmp_path, *words(), seconds=2.0) as job:
         members = started(job, 3, jobs.DiesMeeting())
         job.wait(more_updates(job))
         (job.folder / "armed").touch()
