@@ -182,19 +182,24 @@ class Loss(NamedTuple):
         ExactModel.look = look
 
 
-class Hang:
+class Hang(NamedTuple):
     """A member hangs in a forward pass, while its process and its heartbeat live.
 
-    Once the folder has a file "armed".
+    That many turns after a file of this name is in the folder, if it has a name.
     """
 
+    turn: int
+    seconds: float = 600.0
+    since: str = ""
+
     def arm(self, folder: Path) -> None:
-        inner = nn.Sequential.forward
+        inner, turns = nn.Sequential.forward, iter(range(self.turn))
 
         def forward(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-            if (folder / "armed").exists():
-                (folder / f"{os.getpid()}.met").touch()
-                time.sleep(600)
+            met, has_begun = folder / f"{os.getpid()}.met", folder / self.since
+            if has_begun.exists() and next(turns, None) is None and not met.exists():
+                met.touch()
+                time.sleep(self.seconds)
             return inner(module, inputs)
 
         nn.Sequential.forward = forward

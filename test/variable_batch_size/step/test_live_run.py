@@ -129,7 +129,7 @@ def test_a_member_that_alone_loses_sums_receives_what_the_others_made_of_them(tm
 def test_the_others_go_on_without_one_that_hangs(num_members, tmp_path):
     times = {"patience": 5.0, "LIVE_TIMEOUT_SECONDS": "4"}
     with live(tmp_path, *words(seconds=0.02), **times) as job:
-        hangs = job.start(jobs.Hang())
+        hangs = job.start(jobs.Hang(0, since="armed"))
         others = [job.start() for _ in range(num_members - 1)]
         job.wait(lambda: job.num_ready() == num_members)
         (job.folder / "armed").touch()
