@@ -1,6 +1,7 @@
-"""Kept scores of a pool: any replicas continue them, and no other job does."""
+"""Scores have the same bits for any batches, parts and replicas, killed or not."""
 
 import errno
+import functools
 import gc
 import os
 import random
@@ -18,9 +19,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.per_sample_grad.pool import BLOCK, Pool, Vectors, assert_same_bits, scores
+from support.per_sample_grad.pool import (
+    BLOCK, Pool, Vectors, assert_same_bits, on_device, scores,
+)  # fmt: skip
 from support.variable_batch_size.checkpointed import full_disk
-from support.xla_replica.replicas import TORCHTPU, Backend, of_torch_alone, on_xla, row
+from support.xla_replica.replicas import (
+    SEVERAL_REPLICAS, TORCHTPU, Backend, of_torch_alone, on_xla, row,
+)  # fmt: skip
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -28,7 +33,140 @@ import per_sample_grad as psg
 import xla_replica
 from per_sample_grad.pool import parts
 from per_sample_grad.pool.blocks import compared_items, pool_digest
+from xla_replica import ReplicaError
 from xla_replica.common import files
+
+COUNT = 41
+ROWS = [
+    ("grad_norm", "given"), ("grad_norm", "pseudo"), ("egl", "expected"),
+    ("el2n", "given"), ("el2n", "pseudo"), ("loss", "given"), ("loss", "expected"),
+]  # fmt: skip
+
+
+def scored(model: nn.Module, pool=None, **options) -> np.ndarray:
+    """Returns scores or, for a size in place of a score, rows of a projection."""
+    if isinstance(options.get("score"), int):
+        parameters = dict(model.named_parameters())
+        options["score"] = psg.Projection(parameters, options["score"])
+    pool = Vectors(COUNT) if pool is None else pool
+    return scores(model, pool, **{"block_size": BLOCK, **options})
+
+
+@pytest.mark.parametrize(("score", "labels"), [*ROWS, (40, "given")])
+def test_bits_do_not_depend_on_the_batch_size(score, labels):
+    model = Vectors.model()
+    kind = {"score": score, "labels": labels}
+    truth = scored(model, **kind)
+    for batch_size, part_size in [(1, 4096), (7, 16), (8, 8), (20, 4096), (1000, 1)]:
+        loader = DataLoader(Vectors(COUNT), batch_size=batch_size, shuffle=True)
+        found = scored(model, loader, part_size=part_size, **kind)
+        assert_same_bits(found, truth)
+
+
+@pytest.mark.parametrize("score", ["grad_norm", 40])
+@pytest.mark.parametrize("kind", [Vectors, Pool])
+def test_bits_depend_on_their_block_alone(kind, score):
+    """Which block is compared, and what waits during a pass, is the same for all."""
+    model, pool = kind.model(), kind(3 * BLOCK)
+    whole = scored(model, pool, score=score)
+    assert_same_bits(scored(model, pool, score=score, fallback="loop"), whole)
+    for start in (0, BLOCK, 2 * BLOCK):
+        block = Subset(pool, range(start, start + BLOCK))
+        alone = scored(model, block, score=score)
+        assert_same_bits(alone, whole[start : start + BLOCK])
+    other = scored(model, pool, score=score, block_size=1)
+    assert (other != whole).any() or kind is Pool  # or this would prove nothing
+    np.testing.assert_allclose(other, whole, rtol=1e-3, atol=1e-5)
+
+
+def test_blocks_are_collated_whatever_the_batches():
+    """A collator that pads to the longest sample needs that."""
+    seen = []
+
+    def collate(samples):
+        seen.append([float(x[0]) for x, _ in samples])
+        return torch.utils.data.default_collate(samples)
+
+    for batch_size in (1, 30):
+        pool = DataLoader(Vectors(COUNT), batch_size=batch_size, collate_fn=collate)
+        scored(Vectors.model(), pool, score="loss")
+    half = len(seen) // 2
+    assert {len(block) for block in seen} == {BLOCK}
+    assert seen[:half] == seen[half:]
+    assert set(seen[-1][1:]) == {seen[-1][0]}  # one sample, and copies of it
+
+
+def announce(path: Path, number: int) -> None:
+    (path / str(number)).touch(exist_ok=False)  # of a loading process that starts
+
+
+def test_loading_processes_change_no_bit_and_start_once_for_all_parts(tmp_path):
+    options = {"worker_init_fn": functools.partial(announce, tmp_path)}
+    loader = DataLoader(Vectors(COUNT), batch_size=16, num_workers=2, **options)
+    found = scored(Vectors.model(), loader, part_size=BLOCK)
+    assert_same_bits(found, scored(Vectors.model()))
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+
+
+def certain(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Losses that are -0.0 and NaN."""
+    zeros = 0.0 * logits[:, 0].abs()
+    return zeros * torch.where(targets > 1, torch.nan, -1.0)
+
+
+def on_replicas(
+    rank: int, batch_size: int, rows: list, folder: str | None = None
+) -> list[np.ndarray]:
+    """Returns scores of these kinds and, last, losses that are not numbers."""
+    model, options = on_device(), {"batch_size": batch_size, "part_size": BLOCK}
+    found = [
+        scored(model, score=score, labels=labels, folder=folder, **options)
+        for score, labels in rows
+    ]
+    return [*found, scored(model, score="loss", loss=certain, part_size=BLOCK)]
+
+
+@pytest.mark.parametrize(
+    "backend", [row("cpu", 3), row("xla", 3, slow=True), *TORCHTPU]
+)
+def test_bits_do_not_depend_on_the_number_of_replicas(backend):
+    rows = [ROWS[n] for n in (0, 1, 2, 3, 5)]
+    alone = Backend(backend.device, 1).run(on_replicas, COUNT, rows)[0]
+    assert np.isnan(alone[-1]).any()
+    assert np.signbit(alone[-1][~np.isnan(alone[-1])]).all()
+    for found in backend.run(on_replicas, 2 * BLOCK, rows):
+        for one, truth in zip(found, alone, strict=True):
+            assert_same_bits(one, truth)
+
+
+def refused_and_repaired(rank: int, folder: str) -> list[np.ndarray]:
+    """Returns scores after the remedy, and of the model that all build."""
+    replica = xla_replica.current()
+    for name, kept in [("1.running_mean", None), ("0.3.bias", folder)]:
+        with replica.seeded(0):
+            model = nn.Sequential(Vectors.model(), nn.BatchNorm1d(4))
+        if rank == 2:
+            model.state_dict()[name][2] += 1e-7
+        model.to(replica.device)
+        told = rf"to score with \(of 1 tensors\): replica 0 has {{'{name}': .*"
+        told += r"1 of 3 differ from replica 0 \(rank 2\)\. .*Build the model once, bef"
+        with pytest.raises(ReplicaError, match=told):
+            scored(model, folder=kept, part_size=BLOCK)
+    model = on_device(seed=rank)
+    replica.broadcast_([*model.parameters(), *model.buffers()])
+    return [scored(each, part_size=BLOCK) for each in (model, on_device())]
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_other_weights_are_an_error_on_every_replica_and_have_a_remedy(
+    backend, tmp_path
+):
+    for repaired, truth in backend.run(refused_and_repaired, str(tmp_path)):
+        assert_same_bits(repaired, truth)
+    assert not list(tmp_path.iterdir())
+
+
+# --- parts that are kept in a folder --------------------------------------------------
 
 
 def test_a_run_that_failed_continues_where_it_was(tmp_path, capsys):
@@ -193,28 +331,21 @@ def test_another_pool_is_told_from_the_one_that_was_scored(tmp_path):
         pool_digest(unknown, None)
 
 
-def scored(rank: int, folder: str | None) -> np.ndarray:
-    """Returns the scores of the pool on one replica."""
-    replica = xla_replica.current()
-    with replica.seeded(0):  # threads share a generator
-        model = Pool.model().to(replica.device)
-    return scores(model, part_size=4, folder=folder)
-
-
 @pytest.mark.parametrize(
     "backend", [row("cpu", 2, slow=True), row("xla", 2), *TORCHTPU]
 )
 def test_replicas_continue_where_another_number_stopped(backend, tmp_path):
-    one = Backend(backend.device, 1)
-    (alone,) = one.run(scored, None)
-    for found in backend.run(scored, str(tmp_path)):
-        np.testing.assert_array_equal(found, alone)
+    one, kind = Backend(backend.device, 1), ROWS[:1]
+    [[alone, _]] = one.run(on_replicas, BLOCK, kind)
+    for found, _ in backend.run(on_replicas, BLOCK, kind, str(tmp_path)):
+        assert_same_bits(found, alone)
     (tmp_path / "part-00000003.npy").unlink()  # and one replica goes on with it
-    np.testing.assert_array_equal(one.run(scored, str(tmp_path))[0], alone)
+    [[found, _]] = one.run(on_replicas, BLOCK, kind, str(tmp_path))
+    assert_same_bits(found, alone)
 
 
 def counted(rank: int) -> None:
-    model = Pool.model().to(xla_replica.current().device)
+    model = on_device(Pool)
     for labels in ("given", "expected"):
         scores(model, Pool(16), labels=labels, part_size=8)
         with xla_replica.count() as counts:
@@ -266,9 +397,7 @@ def job(rank: int, folder: str, log: str, batch_size: int) -> np.ndarray:
             file.write(b"%d\n" % index)
         time.sleep(2e-3)
 
-    replica, pool = xla_replica.current(), Vectors(MANY, watch=watch)
-    with replica.seeded(0):
-        model = Vectors.model().to(replica.device)
+    model, pool = on_device(), Vectors(MANY, watch=watch)
     options = {"batch_size": batch_size, "block_size": BLOCK, "part_size": PART}
     if Path(folder).name.startswith("rows"):
         options["score"] = psg.Projection(dict(model.named_parameters()), 64)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import per_sample_grad as psg
+import xla_replica
 
 BLOCK = 8
 
@@ -15,8 +16,7 @@ BLOCK = 8
 class Pool(Dataset):
     """A pool of sequences and classes, each drawn from its index, and changed.
 
-    Attributes:
-        asked: The indices that were asked for, in order; ``watch`` is told of each.
+    ``asked`` are the indices that were asked for; ``watch`` is told of each.
     """
 
     size, classes, shape = 23, 4, (2, 6)
@@ -57,6 +57,13 @@ class Vectors(Pool):
             torch.manual_seed(seed)
             first, last = nn.Linear(*cls.shape, 33), nn.Linear(33, cls.classes)
         return nn.Sequential(first, nn.LayerNorm(33), nn.Tanh(), last)
+
+
+def on_device(kind: type[Pool] = Vectors, seed: int = 0) -> nn.Module:
+    """Returns a pool's model on this replica's device; threads share a generator."""
+    replica = xla_replica.current()
+    with replica.seeded(0):
+        return kind.model(seed).to(replica.device)
 
 
 def scores(model: Any = None, pool: Any = None, **options: Any) -> np.ndarray:
