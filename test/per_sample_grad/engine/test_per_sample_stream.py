@@ -8,19 +8,25 @@ import math
 import pytest
 import torch
 from support.per_sample_grad import captured, compared, fold, norms_of, rules_kept
-from support.per_sample_grad.agreement import agree, assert_same_grads
-from support.per_sample_grad.models import BY_NAME, CASES, Apply, WithParameter, twice
+from support.per_sample_grad.agreement import agree, answers, assert_same_grads
+from support.per_sample_grad.models import (
+    BY_NAME, BY_OPERATIONS, CASES, Apply, WithParameter, twice,
+)  # fmt: skip
 from support.xla_replica.replicas import of_torch_alone
 from torch import nn
 
 import per_sample_grad as psg
 import xla_replica
 from tools.peak_memory import peak_memory
+from xla_replica.common.trees import tensors_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+each_case = pytest.mark.parametrize("case", [*CASES, *BY_OPERATIONS], ids=str)
+
+
+@each_case
 def test_every_answer_of_one_pass_is_that_of_the_factors(case):
     model, inputs = case.make(torch.float64)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -201,42 +207,39 @@ def test_a_capture_names_what_the_losses_do_not_depend_on(answer, fallback):
 # --- .grad of the same pass, also of no samples ---------------------------------------
 
 
-@pytest.mark.parametrize(("accumulate", "scale"), [("mean", 8.0), ("sum", 1.0)])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("accumulate", "options"), [
+    ("mean", {"scale": 8.0}), ("sum", {"check": "always", "fallback": "loop"}),
+])  # fmt: skip
+@each_case
 def test_grad_is_that_of_an_ordinary_pass_and_answers_are_of_own_losses(
-    case, accumulate, scale
+    case, accumulate, options
 ):
     """To the bit, and answers are not of the mean's smaller or the scaled gradients."""
     model, inputs = case.make(torch.float64)
     plain = copy.deepcopy(model)
-    for _ in range(2):  # the second pass adds to the first
-        (scale * getattr(case.loss(plain, *inputs), accumulate)()).backward()
-        options = {"scale": scale, **case.options}
-        recorded, losses = captured(model, case.loss, *inputs, **options)
-        factors = recorded.backward(losses, accumulate=accumulate)
-    assert_same_grads(model, plain)
+    for answer in ("norms", "backward", "norms", "backward"):  # each adds to the last
+        total = getattr(case.loss(plain, *inputs), accumulate)()
+        (options.get("scale", 1) * total).backward()
+        given = {**options, **case.options}
+        recorded, losses = captured(model, case.loss, *inputs, **given)
+        factors = getattr(recorded, answer)(losses, accumulate=accumulate)
+        assert_same_grads(model, plain)
     agree(factors, case.oracle(model, inputs), 1e-10)
+
+
+def test_a_loop_accumulates_once_and_for_parameters_that_are_not_captured():
+    model, inputs = BY_NAME["turned"].make(torch.float32)
+    plain = copy.deepcopy(model)
+    for _ in range(2):
+        fold(plain, *inputs).mean().backward()
+        options = {"params": ["p"], "fallback": "loop"}
+        recorded, losses = captured(model, fold, *inputs, **options)
+        recorded.norms(losses, accumulate="mean")
+        assert_same_grads(model, plain)
 
 
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-
-
-@pytest.mark.parametrize(("build", "options"), [
-    *((network, {"fallback": fallback, **more}) for fallback in ("error", "loop")
-      for more in ({"check": "always"}, {"scale": 2.0**6})),
-    # Nothing else accounts for it; the others are trained, although not captured.
-    (BY_NAME["turned"].build, {"params": ["p"], "fallback": "loop"}),
-])  # fmt: skip
-def test_streams_and_fallbacks_accumulate_once(build, options):
-    model = build()
-    plain, x = copy.deepcopy(model), torch.randn(4, 5 if build is network else 3)
-    (options.get("scale", 1) * fold(plain, x).mean()).backward()
-    for _ in range(2):
-        model.zero_grad()
-        recorded, losses = captured(model, fold, x, **options)
-        recorded.stream(losses, lambda f: f.norms(squared=True), accumulate="mean")
-        assert_same_grads(model, plain)
 
 
 def test_hooks_of_the_ordinary_pass_run():
@@ -267,23 +270,17 @@ def test_answers_and_gradients_are_of_no_samples(name, dtype):
     assert not recorded.compared
     fold(plain, *call[2]).mean().backward()
     assert_same_grads(model, plain)
-    formed = found.materialize(), psg.per_sample_grads(*call, fallback="loop")
-    assert len(found) == 0
-    vectors = {n: torch.randn(3, *p.shape, dtype=dtype) for n, p in params.items()}
-    projected = found.project(psg.Projection(params, 16))
-    for answer, shape in (
-        (found.norms(), (0,)), (found.norms(squared=True), (0,)),
-        (found.gram(), (0, 0)), (found.dot(vectors), (0, 3)),
-        (found.dot({n: v[0] for n, v in vectors.items()}), (0,)),
-        (psg.per_sample_grad_norms(*call), (0,)), (psg.per_sample_gram(*call), (0, 0)),
-        *((g[n], (0, *p.shape)) for g in formed for n, p in params.items()),
-        *((g, (0,)) for g in found.norms_by_parameter().values()),
-        *((g, (0, *g.shape[1:])) for g in projected.values()),
-    ):  # fmt: skip
-        assert (answer.shape, answer.dtype) == (shape, wide)
-    sums = found.weighted_sum(torch.ones(0))
-    assert all(sums[name].shape == param.shape for name, param in params.items())
-    assert not any(g.any() for g in sums.values())
+    truth = {n: torch.zeros(0, *p.shape).double() for n, p in params.items()}
+    for each in (found, psg.per_sample_factors(*call, fallback="loop")):
+        agree(each, truth, 0.0)
+    rows = [
+        psg.per_sample_grad_norms(*call), psg.per_sample_gram(*call),
+        *psg.per_sample_grads(*call).values(),
+        *found.project(psg.Projection(params, 16)).values(),
+    ]  # fmt: skip
+    assert {len(found), *map(len, rows)} == {0}
+    rows += tensors_in(answers(found, torch.ones(2, 0), params))
+    assert {each.dtype for each in rows} == {wide}
     other = psg.per_sample_factors(model, fold, some)
     assert found.cross_gram(other).shape == (0, 2)
     assert other.cross_gram(found).shape == (2, 0)

@@ -1,13 +1,12 @@
 """Parameters used outside known modules: rules of operations, against a loop."""
 
-import copy
 import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample_grad import Case, captured, error, fold, rules_kept
-from support.per_sample_grad.agreement import agree_with_loop, assert_same_grads
+from support.per_sample_grad import Case, fold, rules_kept
+from support.per_sample_grad.agreement import agree_with_loop
 from support.per_sample_grad.models import BY_OPERATIONS, Apply, WithParameter, tokens
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -91,7 +90,7 @@ def of_weight(name: str, function, *shape: int, of=(5, 3)) -> Case:
 
 TIME_FIRST = {"": 1, "a": 0}
 CASES = [
-    *(case for case in BY_OPERATIONS if case.name != "pruned"),  # not to be copied
+    *BY_OPERATIONS,
     Case("rms-norm", lambda: after_linear(Norm()), (5, 3)),
     Case("rms-norm-first", lambda: nn.Sequential(Norm(), nn.Linear(3, 2)), (5, 3)),
     Case("rms-norm-plus-one", lambda: after_linear(Norm(offset=1.0)), (5, 3)),
@@ -213,7 +212,6 @@ CASES = [
     Case("spectral-norm", lambda: nn.Sequential(
         parametrizations.spectral_norm(nn.Linear(3, 5)).eval()), (3,)),
 ]  # fmt: skip
-OWN = {case.name: case for case in CASES}
 # Tables of as many rows as samples, in some batches; it is seen where they meet them.
 TABLES = [
     Case("of-positions", lambda: Apply(
@@ -253,20 +251,6 @@ def test_no_gradient_of_a_matrix_is_formed(case):
     forms = [type(use) for use in factors.contributions("p")]
     without = ("einsum-by-head", "einsum-of-inputs")
     assert (psg.Outer in forms) == (case.name not in without)
-
-
-@pytest.mark.parametrize("name", ["rms-norm-plus-one", "power", "power-and-product"])
-def test_a_stream_and_accumulated_gradients(name):
-    model, inputs = OWN[name].make(torch.float64)
-    norms = OWN[name].norms(model, inputs)
-    plain = copy.deepcopy(model)
-    fold(plain, *inputs).mean().backward()
-    for _ in range(2):
-        model.zero_grad()
-        recorded, losses = captured(model, fold, *inputs)
-        found = recorded.norms(losses, accumulate="mean")
-        assert error(found, norms) <= 1e-10
-        assert_same_grads(model, plain)
 
 
 SUMMED = [pointwise("Copysign", torch.copysign, 4),
@@ -317,23 +301,31 @@ def checkpointed(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(m, x, use_reentrant=False).flatten(1).sum(1)
 
 
-CHECKPOINTED = Case("", nn.Module, (), loss=checkpointed)
+def with_a_weight(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    product = functools.partial(torch.matmul, other=m[1].weight)
+    inside = checkpoint(lambda x: torch.tanh(product(x)), m[0](x), use_reentrant=False)
+    return inside.flatten(1).sum(1)
 
 
-def test_what_a_checkpoint_keeps_is_not_read_twice():
-    model = after_linear(Norm()).double()
-    x = torch.randn(4, 5, 3).double()
+@pytest.mark.parametrize(("loss", "layer"), [
+    (checkpointed, Norm()), (with_a_weight, nn.Linear(3, 3, bias=False)),
+])  # fmt: skip
+def test_what_a_checkpoint_keeps_is_not_read_twice(loss, layer):
+    """Be it read by a module, or by a function that is given its weight."""
+    model, x = after_linear(layer).double(), torch.randn(4, 5, 3).double()
     with pytest.raises(psg.CoverageError, match="saved is kept by hooks"):
-        psg.per_sample_grad_norms(model, checkpointed, (x,))
-    agree_with_loop(CHECKPOINTED, model, (x,), fallback="loop")
+        psg.per_sample_grad_norms(model, loss, (x,))
+    case = Case("", nn.Module, (), loss=loss)
+    agree_with_loop(case, model, (x,), fallback="loop")
 
 
 def test_operations_are_not_believed_before_a_comparison():
-    model, inputs = OWN["rms-norm"].make(torch.float64)
+    case = Case("", lambda: after_linear(Norm()), (5, 3))
+    model, inputs = case.make(torch.float64)
     with pytest.raises(psg.CoverageError, match='only believed without check="never"'):
         psg.per_sample_grads(model, fold, inputs, check="never")
     for check in ("first", "never"):
-        agree_with_loop(OWN["rms-norm"], model, inputs, check=check)
+        agree_with_loop(case, model, inputs, check=check)
 
 
 @rules_kept()
@@ -348,7 +340,7 @@ def test_one_line_says_that_a_class_computes_what_its_base_does():
     with pytest.raises(psg.CoverageError, match=r"register_rule\(Thin, like=Linear\)"):
         psg.per_sample_grad_norms(model, checkpointed, (x,))
     psg.register_rule(Thin, like=nn.Linear)
-    agree_with_loop(CHECKPOINTED, model, (x,))
+    agree_with_loop(Case("", nn.Module, (), loss=checkpointed), model, (x,))
     with pytest.raises(KeyError):
         psg.register_rule(Thin, like=nn.Module)
 

@@ -66,11 +66,8 @@ class Case:
     """A model, its inputs, and the options that `capture` needs for it.
 
     Attributes:
-        name: The test's id.
         build: Makes the model; random numbers are seeded.
-        shape: The shape of one sample's input, or a function from a batch size to the
-            inputs.
-        options: Options of `capture`.
+        shape: Of one sample's input, or a function from a batch size to the inputs.
         loss: From model and inputs to ``(B,)``.
     """
 
@@ -128,12 +125,13 @@ class Case:
 def flat(gradients: Gradients | list[torch.Tensor]) -> torch.Tensor:
     """Returns all gradients as one matrix, ``(B, D)``."""
     parts = gradients.values() if isinstance(gradients, dict) else gradients
-    return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
+    return torch.cat([part[:, None].flatten(1) for part in parts], 1)
 
 
 def error(found: torch.Tensor, truth: torch.Tensor, floor: Any = 0.0) -> float:
     """Returns ``|found - truth| / max(|truth|, 1e-6 floor)``, of Frobenius norms."""
     found, truth = found.detach().cpu().double(), truth.detach()
+    assert found.shape == truth.shape
     difference = (found - truth).norm()
     size = max(float(truth.norm()), 1e-6 * float(floor), 1e-300)
     return float(difference) / size

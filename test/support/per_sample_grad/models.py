@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from support.per_sample_grad import Case
@@ -221,12 +221,6 @@ def masked(m: WithParameter, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.linear(x, m.p * mask)
 
 
-def pruned() -> nn.Module:
-    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
-    prune.random_unstructured(model[0], "weight", 0.5)
-    return model
-
-
 def patched() -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 2))
     double = types.MethodType(lambda m, x: 2 * nn.Linear.forward(m, x), model[0])
@@ -252,7 +246,6 @@ BY_OPERATIONS = [
     Case("positions", positions, (5, 3)),
     Case("weight-norm", lambda: nn.Sequential(
         parametrizations.weight_norm(nn.Linear(3, 2))), (3,)),
-    Case("pruned", pruned, (3,)),
     Case("masked", lambda: nn.Sequential(
         WithParameter(masked, 4, 3), nn.Tanh(), nn.Linear(4, 2)), (3,)),
     Case("weight-as-input", lambda: Apply(
