@@ -6,12 +6,11 @@ import gc
 import math
 
 import pytest
+import support.per_sample_grad.models as models
 import torch
 from support.per_sample_grad import captured, compared, fold, norms_of, rules_kept
 from support.per_sample_grad.agreement import agree, answers, assert_same_grads
-from support.per_sample_grad.models import (
-    BY_NAME, BY_OPERATIONS, CASES, Apply, WithParameter, twice,
-)  # fmt: skip
+from support.per_sample_grad.models import BY_NAME, CASES, Apply, WithParameter, twice
 from support.xla_replica.replicas import of_torch_alone
 from torch import nn
 
@@ -23,7 +22,7 @@ from xla_replica.common.trees import tensors_in
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 
 
-each_case = pytest.mark.parametrize("case", [*CASES, *BY_OPERATIONS], ids=str)
+each_case = pytest.mark.parametrize("case", [*CASES, *models.BY_OPERATIONS], ids=str)
 
 
 @each_case

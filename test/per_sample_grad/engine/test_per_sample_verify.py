@@ -55,7 +55,7 @@ def test_a_bias_that_cancels_is_no_error():
 
 
 def test_a_comparison_that_said_something_is_not_repeated():
-    """Also of a bias that a normalisation cancels, and of one layer's small gradients."""
+    """Also of a bias that a normalisation cancels, and of small gradients."""
     cancels = nn.Sequential(nn.Conv1d(2, 4, 3), nn.GroupNorm(4, 4))
     small = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     with torch.no_grad():

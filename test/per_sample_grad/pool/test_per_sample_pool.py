@@ -72,10 +72,6 @@ def test_mixed_precision_stays_close():
     assert np.linalg.norm(found - truth) <= 2e-2 * np.linalg.norm(truth)
 
 
-def projection_of(model: nn.Module, size: int = 60, seed: int = 3) -> psg.Projection:
-    return psg.Projection(dict(model.named_parameters()), size, seed=seed)
-
-
 def labelled(index: int, label: object) -> list:
     labels = [label if i == index else i % Pool.classes for i in range(Pool.size)]
     return [*zip(INPUTS, labels)]
@@ -121,8 +117,8 @@ def test_labels_of_another_kind_are_told_with_their_samples():
 
 
 def test_integers_of_any_width_are_classes_and_floats_may_be_probabilities():
-    for change in (torch.Tensor.int, torch.Tensor.byte, torch.Tensor.char,
-                   lambda y: F.one_hot(y, Pool.classes).float()):  # fmt: skip
+    widths = torch.Tensor.int, torch.Tensor.byte, torch.Tensor.char
+    for change in (*widths, lambda y: F.one_hot(y, Pool.classes).float()):
         found = scores(split=lambda batch, to=change: (batch[0], to(batch[1])))
         np.testing.assert_allclose(found, scores(), rtol=1e-5)
 
@@ -145,38 +141,32 @@ def test_a_function_of_factors_is_a_score(labels):
     assert (bias < found.scores).all()
 
 
-def projected(model: nn.Module, labels: str = "given") -> np.ndarray:
-    """Returns the projections of all gradients, which are formed in float64."""
-    model = model.double()
+@pytest.mark.parametrize("labels", ["given", "pseudo"])
+def test_a_row_is_the_projection_of_a_samples_gradient(labels, tmp_path):
+    model = Vectors.model()
+    projection = psg.Projection(dict(model.named_parameters()), 60, seed=3)
+    score = {"score": projection, "labels": labels, "part_size": 8}
+    found = scores(model, Vectors(), **score)
+    kept = scores(model, Vectors(), folder=tmp_path, **score)
+    assert_same_bits(kept, found)
+    model.double()
     x, y = default_collate([Vectors()[i] for i in range(Pool.size)])
     with psg.capture(model) as recorded:
         logits = model(x.double())
         y = y if labels == "given" else logits.argmax(1)
         losses = F.cross_entropy(logits, y, reduction="none")
-    return recorded.project(losses, projection_of(model)).float().numpy()
-
-
-@pytest.mark.parametrize("labels", ["given", "pseudo"])
-def test_a_row_is_the_projection_of_a_samples_gradient(labels, tmp_path):
-    model = Vectors.model()
-    score = {"score": projection_of(model), "labels": labels, "part_size": 8}
-    found = scores(model, Vectors(), **score)
-    truth = projected(model, labels)
+    truth = recorded.project(losses, projection).float().numpy()
     np.testing.assert_allclose(found, truth, rtol=1e-3, atol=1e-5)
-    kept = scores(model.float(), Vectors(), folder=tmp_path, **score)
-    assert_same_bits(kept, found)
     assert_same_bits(np.load(tmp_path / "part-00000001.npy"), found[8:16])
-
-
-def drawn(count: int = 50) -> psg.PoolScores:
-    """Returns floats of every size, some of which need all their digits."""
-    generator = np.random.default_rng(0)
-    bits = generator.integers(0, 0x7F7FFFFF, count, dtype=np.int32)
-    return psg.PoolScores(bits.view(np.float32), "loss")
 
 
 def losses(*values: float) -> psg.PoolScores:
     return psg.PoolScores(np.array(values, dtype=np.float32), "loss")
+
+
+# Of every size; some need all their digits.
+BITS = np.random.default_rng(0).integers(0, 0x7F7FFFFF, 50, dtype=np.int32)
+DRAWN = losses(*BITS.view(np.float32))
 
 
 def test_nan_has_no_rank_and_is_counted():
@@ -197,7 +187,7 @@ def test_nan_has_no_rank_and_is_counted():
 
 def test_the_highest_come_first_and_ties_by_index():
     ties = losses(1, 3, 2, 3)
-    for given in (ties, drawn()):
+    for given in (ties, DRAWN):
         order = sorted(range(len(given)), key=lambda i: (-given.scores[i], i))
         for k in (0, 1, 3, len(given)):
             assert given.top(k).tolist() == order[:k]
@@ -210,12 +200,12 @@ def test_the_highest_come_first_and_ties_by_index():
 
 
 def test_every_bit_is_kept(tmp_path):
-    given, path = drawn(), tmp_path / "scores"
-    given.to_frame().to_csv(path, index=False)
-    for back in (given.to_frame(), pd.read_csv(path, dtype={"score": np.float32})):
+    frame, path = DRAWN.to_frame(), tmp_path / "scores"
+    frame.to_csv(path, index=False)
+    for back in (frame, pd.read_csv(path, dtype={"score": np.float32})):
         assert back.columns.tolist() == ["index", "score"]
         assert back["index"].tolist() == list(range(50))
-        assert_same_bits(back["score"].to_numpy(), given.scores)
+        assert_same_bits(back["score"].to_numpy(), BITS.view(np.float32))
 
 
 # --- batches: a tensor, a pair, a dict, or what the user splits -----------------------
@@ -308,10 +298,7 @@ def test_targets_may_be_wider_than_the_model():
 
 Batch = type("Batch", (), {})  # of which nothing is known
 OF_A_KIND = DataLoader(Vectors(Pool.size), batch_size=4, collate_fn=lambda _: Batch())
-
-
 NO_VECTOR = r"score= returned a Tensor of shape {} for factors of 4 samples; return a"
-OWN_ROWS = {"score": projection_of(Pool.model())}
 
 
 @pytest.mark.parametrize(("options", "error", "told"), [
@@ -336,9 +323,9 @@ OWN_ROWS = {"score": projection_of(Pool.model())}
     ({"score": lambda f: f.gram()}, ValueError, NO_VECTOR.format(r"\(4, 4\)")),
     ({"score": lambda f: f.norms().tolist()}, ValueError,
      "score= returned a list for factors of 4 samples; return a"),
-    ({"params": ["0.weight"], **OWN_ROWS}, ValueError,
+    ({"params": ["0.weight"], "score": 60}, ValueError,
      r"shape \(4, \d\) .* a tensor \(4, 5.\), .* a Projection of the selected param"),
-    ({"labels": "expected", **OWN_ROWS}, ValueError,
+    ({"labels": "expected", "score": 60}, ValueError,
      "labels must be one of 'given', 'pseudo'"),
     *(({"pool": mapped(item)}, ValueError, told) for item, told in (
         (lambda x, y: (x, y, y), "has 3 items; understood are a tensor"),

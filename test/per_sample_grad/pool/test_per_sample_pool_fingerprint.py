@@ -2,11 +2,10 @@
 
 import collections
 import ctypes
+import dataclasses
 import enum
 import functools
-import importlib.util
 import json
-import os
 import re
 import sys
 import threading
@@ -19,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.per_sample_grad.pool import Pool, scores
-from support.scripts import python
+from support.scripts import python, written
 from support.xla_replica.replicas import of_torch_alone
 from torch import nn
 
@@ -42,18 +41,14 @@ def closure(factor: Any):
     return loss
 
 
-def all_scaled(logits, targets):
+@torch.no_grad()
+def decorated(logits):
     return [scaled(each) for each in logits]
 
 
-@torch.no_grad()
-def decorated(x):
-    return scaled(x)
-
-
-def by_global(function: Any, factor: float):
+def by_global(factor: float):
     globals()["FACTOR"] = factor
-    return function
+    return decorated
 
 
 def lambdas(factor: float):
@@ -64,11 +59,11 @@ def lambdas(factor: float):
     return found[int(factor)]
 
 
+@dataclasses.dataclass
 class Weighted:
-    """A loss that is an object, or one of its methods."""
+    """A loss that is an object's method."""
 
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
+    factor: float
 
     def loss(self, logits, targets):
         return self.factor
@@ -90,13 +85,11 @@ JOBS = {
     "partial": (lambda v: functools.partial(max, key=v), ".keywords"),
     "closure": (closure, ".factor"),
     "wrapper": (lambda v: functools.wraps(F.cross_entropy)(closure(v)), ".factor"),
-    "decorated": (functools.partial(by_global, decorated), ".func.scaled.FACTOR"),
-    "global": (functools.partial(by_global, all_scaled), ".scaled.FACTOR"),
+    "global": (by_global, ".func.scaled.FACTOR"),
     "default": (closure, ".__kwdefaults__"),
     "method": (lambda v: Weighted(v).loss, ".__self__.factor"),
     "module": (nn.LeakyReLU, ".negative_slope"),
     "tensor": (lambda v: nn.NLLLoss(torch.full((3,), v)), ".weight"),
-    "in-a-list": (lambda v: [closure(v)], "[0].factor"),
     "in-c": (lambda v: [torch.sin, torch.cos][int(v)], ".(arguments)[1]"),
     "hook": (hooked, ".0._forward_hooks[0].factor"),
     "class": (lambda v: class_with(lambdas(v), nn.Module)(), ".__class__.part"),
@@ -192,8 +185,10 @@ def test_circles_and_shared_modules_end():
 
 
 CODE = """
+import json
 from torch import nn
 from typing import Optional, TypeVar
+from per_sample_grad.pool.fingerprint import fingerprint
 
 RATES = {"a": 0.1, "b": (1, 2.5, -0.0)}
 
@@ -215,36 +210,25 @@ def make(weight=2.0):
 
 def helper(logits, targets):
     return logits[targets]
+
+print(json.dumps(fingerprint({"model": Net(), "loss": make()})))
 """
-
-
-def described(path: str) -> dict[str, str]:
-    """Returns the description of what a file of Python defines."""
-    spec = importlib.util.spec_from_file_location("mine", path)
-    mine = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mine)
-    return fingerprint({"model": mine.Net(), "loss": mine.make()})
 
 
 @of_torch_alone
 def test_another_process_and_new_comments_find_the_same(tmp_path):
-    paths = [tmp_path / "first.py", tmp_path / "folder" / "second.py"]
-    paths[1].parent.mkdir()
-    paths[0].write_text(CODE)
-    paths[1].write_text("# A comment.\n\n" + CODE.replace("2.0):", "2.0):  # to score"))
-    code = "import json, sys, test_per_sample_pool_fingerprint as t; "
-    code += "print(json.dumps(t.described(sys.argv[1])))"
-    folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    done = python("-c", code, paths[1], PYTHONPATH=folders, PYTHONHASHSEED="7")
-    assert done.returncode == 0, done.stderr
-    found = described(paths[0])
-    assert json.loads(done.stdout) == found
-    assert "loss.helper" in found
-    assert "('a', 0.1)" in found["model.__class__.forward.RATES"]
+    commented = "# A comment.\n\n" + CODE.replace("2.0):", "2.0):  # to score")
+    one, other = (
+        json.loads(python(written(tmp_path, text), PYTHONHASHSEED=seed).stdout)
+        for seed, text in (("7", CODE), ("8", commented))
+    )
+    assert one == other
+    assert "loss.helper" in one
+    assert "('a', 0.1)" in one["model.__class__.forward.RATES"]
 
 
 def test_a_description_is_a_small_part_of_the_work(tmp_path):
-    """What names a library's code is not read, and values are read once."""
+    """A library's code is named, not read, and values are read once."""
     asked = Pool()
     scores(pool=asked, folder=tmp_path)
     assert len(json.loads((tmp_path / "pool.json").read_text())) < 100

@@ -19,13 +19,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.per_sample_grad.pool import (
-    BLOCK, Pool, Vectors, assert_same_bits, on_device, scores,
-)  # fmt: skip
+from support.per_sample_grad.pool import BLOCK, Pool, Vectors, assert_same_bits, scores
 from support.variable_batch_size.checkpointed import full_disk
-from support.xla_replica.replicas import (
-    SEVERAL_REPLICAS, TORCHTPU, Backend, of_torch_alone, on_xla, row,
-)  # fmt: skip
+from support.xla_replica.replicas import TORCHTPU, Backend, of_torch_alone, on_xla, row
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -44,10 +40,6 @@ ROWS = [
 
 
 def scored(model: nn.Module, pool=None, **options) -> np.ndarray:
-    """Returns scores or, for a size in place of a score, rows of a projection."""
-    if isinstance(options.get("score"), int):
-        parameters = dict(model.named_parameters())
-        options["score"] = psg.Projection(parameters, options["score"])
     pool = Vectors(COUNT) if pool is None else pool
     return scores(model, pool, **{"block_size": BLOCK, **options})
 
@@ -114,27 +106,21 @@ def certain(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return zeros * torch.where(targets > 1, torch.nan, -1.0)
 
 
-def on_replicas(
-    rank: int, batch_size: int, rows: list, folder: str | None = None
-) -> list[np.ndarray]:
-    """Returns scores of these kinds and, last, losses that are not numbers."""
-    model, options = on_device(), {"batch_size": batch_size, "part_size": BLOCK}
-    found = [
-        scored(model, score=score, labels=labels, folder=folder, **options)
-        for score, labels in rows
-    ]
-    return [*found, scored(model, score="loss", loss=certain, part_size=BLOCK)]
+def on_replicas(rank: int, batch_size: int, *rows: dict) -> list[np.ndarray]:
+    model, options = Vectors.on_device(), {"batch_size": batch_size, "part_size": BLOCK}
+    return [scored(model, **options, **each) for each in rows]
 
 
 @pytest.mark.parametrize(
     "backend", [row("cpu", 3), row("xla", 3, slow=True), *TORCHTPU]
 )
 def test_bits_do_not_depend_on_the_number_of_replicas(backend):
-    rows = [ROWS[n] for n in (0, 1, 2, 3, 5)]
-    alone = Backend(backend.device, 1).run(on_replicas, COUNT, rows)[0]
+    rows = [{"score": ROWS[n][0], "labels": ROWS[n][1]} for n in (0, 1, 2, 3, 5)]
+    rows += [{"score": "loss", "loss": certain}]
+    alone = Backend(backend.device, 1).run(on_replicas, COUNT, *rows)[0]
     assert np.isnan(alone[-1]).any()
     assert np.signbit(alone[-1][~np.isnan(alone[-1])]).all()
-    for found in backend.run(on_replicas, 2 * BLOCK, rows):
+    for found in backend.run(on_replicas, 2 * BLOCK, *rows):
         for one, truth in zip(found, alone, strict=True):
             assert_same_bits(one, truth)
 
@@ -152,12 +138,12 @@ def refused_and_repaired(rank: int, folder: str) -> list[np.ndarray]:
         told += r"1 of 3 differ from replica 0 \(rank 2\)\. .*Build the model once, bef"
         with pytest.raises(ReplicaError, match=told):
             scored(model, folder=kept, part_size=BLOCK)
-    model = on_device(seed=rank)
+    model = Vectors.on_device(rank)
     replica.broadcast_([*model.parameters(), *model.buffers()])
-    return [scored(each, part_size=BLOCK) for each in (model, on_device())]
+    return [scored(each, part_size=BLOCK) for each in (model, Vectors.on_device())]
 
 
-@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+@pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 3)])
 def test_other_weights_are_an_error_on_every_replica_and_have_a_remedy(
     backend, tmp_path
 ):
@@ -335,17 +321,16 @@ def test_another_pool_is_told_from_the_one_that_was_scored(tmp_path):
     "backend", [row("cpu", 2, slow=True), row("xla", 2), *TORCHTPU]
 )
 def test_replicas_continue_where_another_number_stopped(backend, tmp_path):
-    one, kind = Backend(backend.device, 1), ROWS[:1]
-    [[alone, _]] = one.run(on_replicas, BLOCK, kind)
-    for found, _ in backend.run(on_replicas, BLOCK, kind, str(tmp_path)):
+    one, kept = Backend(backend.device, 1), {"folder": str(tmp_path)}
+    [[alone]] = one.run(on_replicas, BLOCK, {})
+    for [found] in backend.run(on_replicas, BLOCK, kept):
         assert_same_bits(found, alone)
     (tmp_path / "part-00000003.npy").unlink()  # and one replica goes on with it
-    [[found, _]] = one.run(on_replicas, BLOCK, kind, str(tmp_path))
-    assert_same_bits(found, alone)
+    assert_same_bits(one.run(on_replicas, BLOCK, kept)[0][0], alone)
 
 
 def counted(rank: int) -> None:
-    model = on_device(Pool)
+    model = Pool.on_device()
     for labels in ("given", "expected"):
         scores(model, Pool(16), labels=labels, part_size=8)
         with xla_replica.count() as counts:
@@ -397,10 +382,10 @@ def job(rank: int, folder: str, log: str, batch_size: int) -> np.ndarray:
             file.write(b"%d\n" % index)
         time.sleep(2e-3)
 
-    model, pool = on_device(), Vectors(MANY, watch=watch)
+    model, pool = Vectors.on_device(), Vectors(MANY, watch=watch)
     options = {"batch_size": batch_size, "block_size": BLOCK, "part_size": PART}
     if Path(folder).name.startswith("rows"):
-        options["score"] = psg.Projection(dict(model.named_parameters()), 64)
+        options["score"] = 64
     return scores(model, pool, folder=folder, **options)
 
 

@@ -45,6 +45,13 @@ class Pool(Dataset):
                 nn.Dropout(0.5), nn.Linear(12, cls.classes),
             )  # fmt: skip
 
+    @classmethod
+    def on_device(cls, seed: int = 0) -> nn.Module:
+        """Returns it on this replica's device; emulated ones share a generator."""
+        replica = xla_replica.current()
+        with replica.seeded(0):
+            return cls.model(seed).to(replica.device)
+
 
 class Vectors(Pool):
     """A pool whose classifier's bits depend on how many rows are multiplied."""
@@ -59,18 +66,16 @@ class Vectors(Pool):
         return nn.Sequential(first, nn.LayerNorm(33), nn.Tanh(), last)
 
 
-def on_device(kind: type[Pool] = Vectors, seed: int = 0) -> nn.Module:
-    """Returns a pool's model on this replica's device; threads share a generator."""
-    replica = xla_replica.current()
-    with replica.seeded(0):
-        return kind.model(seed).to(replica.device)
-
-
 def scores(model: Any = None, pool: Any = None, **options: Any) -> np.ndarray:
-    """Returns the scores of a pool; by default of `Pool`, by its model."""
+    """Returns scores; by default those of `Pool`, by its model.
+
+    A size in place of a score stands for the rows of a projection.
+    """
     model = Pool.model() if model is None else model
     pool = Pool() if pool is None else pool
     options = {"block_size": 4, "progress": False, **options}
+    if isinstance(size := options.get("score"), int):
+        options["score"] = psg.Projection(dict(model.named_parameters()), size)
     return psg.score_pool(model, pool, **options).scores
 
 
