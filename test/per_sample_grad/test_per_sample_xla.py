@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support.per_sample_grad import BATCH, HALF, Case, captured, error, flat, fold
+from support.per_sample_grad import HALF, Case, captured, compared, error, flat, fold
 from support.per_sample_grad.agreement import agree
 from support.per_sample_grad.models import BY_NAME, CASES, share
 from support.xla_replica.replicas import COMPILED, HAS_XLA, IS_COMPILED, needs_xla
@@ -18,8 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same' with even"),
 ]
 
-# What else the rest does on the host (dimensions, names of arguments, several calls)
-# does not depend on the device: slow runs have all.
+# What the rest does on the host does not depend on the device: slow runs have all.
 SOME = [
     "conv2d-groups", "conv2d-same-circular", "transposed2d-groups", "embedding-padding",
     "batch-norm-2d", "layer-norm", "attention", "positions", "masked",
@@ -31,18 +30,14 @@ LONG = 900.0
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:
     """Returns the model on the device, with the ties that ``.to`` breaks."""
-    first: dict[int, str] = {}
-    names = {
-        name: first.setdefault(id(param), name)
-        for name, param in model.named_parameters(remove_duplicate=False)
-    }
+    before = [*model.named_parameters(remove_duplicate=False)]
     model = model.to(device)
-    for name, origin in names.items():
-        share(model, name, origin)
+    for name, param in before:
+        share(model, name, next(first for first, each in before if each is param))
     return model
 
 
-def compared(rank: int, names: list[str]) -> list[str]:
+def wrong_answers(rank: int, names: list[str]) -> list[str]:
     """Returns what went wrong with the cases of these names."""
     replica = xla_replica.current()
     wrong = []
@@ -69,19 +64,14 @@ def compared(rank: int, names: list[str]) -> list[str]:
     "names", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"]
 )
 def test_every_answer_equals_the_loop(names):
-    assert COMPILED.run(compared, names, timeout=LONG) == [[]]
+    assert COMPILED.run(wrong_answers, names, timeout=LONG) == [[]]
 
 
 def compared_twice(rank: int) -> list[bool]:
-    """Returns whether a first and a second pass of one structure were compared."""
     device = xla_replica.current().device
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2), nn.Conv2d(2, 1, 2))
-    model, found = model.to(device), []
-    for _ in range(2):
-        recorded, losses = captured(model, fold, torch.randn(3, 1, 8, 8).to(device))
-        recorded.norms(losses)
-        found.append(recorded.compared)
-    return found
+    x = torch.randn(3, 1, 8, 8).to(device)
+    return [compared(model.to(device), fold, x) for _ in range(2)]
 
 
 @needs_xla
@@ -100,29 +90,26 @@ def streamed_norms(model: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor
     return [psg.per_sample_grad_norms(model, fold, inputs)]
 
 
-def counted(rank: int, name: str) -> list[list[tuple[int, int, dict[str, int]]]]:
-    """Counts a first step's compilations, transfers and fallbacks, and 21 steps'."""
+def counted(rank: int, name: str) -> list[list[xla_replica.Counts]]:
+    """Returns the counts of a first step, of a second one, and of 20 more."""
     replica = xla_replica.current()
     truth, last = BY_NAME[name].make(torch.float32, 3)
     model = copy.deepcopy(truth).to(replica.device)
-    draws = [BY_NAME[name].make(torch.float32, 4, seed)[1] for seed in range(20)]
+    first, *rest = (BY_NAME[name].make(torch.float32, 4, n)[1] for n in range(20))
+    # As many samples as ever, filled with copies of the last one.
+    filled = [x[[0, 1, 2, 2]] for x in last]
     found = []
     for answer in (all_answers, streamed_norms):
-
-        def step(batch, answer=answer) -> list[torch.Tensor]:
-            return replica.fetch(answer(model, *replica.send(batch)))
-
-        with xla_replica.count() as first:
-            step(draws[0])  # compared with autograd
-        with xla_replica.count() as second:
-            step(draws[0])
-        with xla_replica.count() as counts:
-            norms = [step(batch)[0] for batch in draws[1:]]
-            # As many samples as ever, filled with copies of the last one.
-            ending = step([x[[0, 1, 2, 2]] for x in last])[0][:3]
-        every = (first, second, counts)
-        found.append([(c.compilations, c.transfers, c.fallbacks) for c in every])
-        for batch, value in ((draws[-1], norms[-1]), (last, ending)):
+        counts = []
+        for batches in ([first], [first], [*rest, filled]):
+            with xla_replica.count() as count:
+                norms = [
+                    replica.fetch(answer(model, *replica.send(batch)))[0]
+                    for batch in batches
+                ]
+            counts.append(count)
+        found.append(counts)
+        for batch, value in ((rest[-1], norms[-2]), (last, norms[-1][:3])):
             expected = streamed_norms(truth, *batch)[0]
             torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
     if HAS_XLA:
@@ -140,27 +127,26 @@ def counted(rank: int, name: str) -> list[list[tuple[int, int, dict[str, int]]]]
 def test_new_data_compile_one_program_and_answers_take_one_transfer(name):
     """The same holds in a stream, and a short last batch adds none."""
     (found,) = COMPILED.run(counted, name, timeout=LONG)
-    assert all(later[0] == 0 for *_, later in found)
+    assert all(later.compilations == 0 for *_, later in found)
     if not HAS_XLA:
         return
     for first, second, later in found:
         # One program for all steps and, where the first is compared, another one that
         # ends with the comparison's read-back.
-        assert first[0] + second[0] <= 2
-        assert second[0] <= 1
-        assert first[1] <= 2
-        assert (second[1], later[1]) == (1, 20)
-        assert not first[2]
-        assert not later[2]
-    assert found[0][0][1] == 2  # compared
-    assert found[1][0][1] == 1  # the structure is known by then
+        assert first.compilations + second.compilations <= 2
+        assert second.compilations <= 1
+        assert (second.transfers, later.transfers) == (1, 20)
+        assert not first.fallbacks
+        assert not later.fallbacks
+    # The first of all is compared; the structure is known by then.
+    assert [first.transfers for first, *_ in found] == [2, 1]
 
 
 def check_accumulation(replica: xla_replica.Replica) -> None:
     """Checks gradients that a capture's own pass accumulates."""
     with replica.seeded(0):
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        inputs = (torch.randn(BATCH, 3),)
+        inputs = (torch.randn(4, 3),)
     there = moved(copy.deepcopy(model), replica.device)
     fold(model, *inputs).mean().backward()
     norms = psg.per_sample_grad_norms(model, fold, inputs)
@@ -168,9 +154,8 @@ def check_accumulation(replica: xla_replica.Replica) -> None:
         there.zero_grad(set_to_none=False)
         with xla_replica.count(replica) as count:
             recorded, losses = captured(there, fold, *replica.send(inputs))
-            factors = recorded.backward(losses, accumulate="mean")
-            found = [factors.norms(), *(p.grad for p in there.parameters())]
-            found = replica.fetch(found)
+            answers = [recorded.backward(losses, accumulate="mean").norms()]
+            found = replica.fetch([*answers, *(p.grad for p in there.parameters())])
         truth = [norms, *(p.grad for p in model.parameters())]
         for one, other in zip(found, truth, strict=True):
             assert error(one, other.double()) <= 2e-5
@@ -199,7 +184,7 @@ def other_things(rank: int) -> None:
     for dtype, tolerance in HALF.items():
         assert off(BY_NAME["linear-3d"], dtype) <= tolerance, dtype
     model, inputs, there = made(BY_NAME["linear-3d"])
-    x, same = replica.send((*inputs, torch.arange(BATCH)))
+    x, same = replica.send((*inputs, torch.arange(len(inputs[0]))))
 
     def reordered(model: nn.Module, order: torch.Tensor) -> torch.Tensor:
         return fold(model, x)[order]
@@ -228,24 +213,20 @@ def cancelling(rank: int) -> None:
         draws = [1 + 1e-3 * torch.randn(3, 16, 64) for _ in range(4)]
     wide = copy.deepcopy(model).double()
     model.to(replica.device)
-    found: list[int] = []
 
     def deviations(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         out = model(x)
         return (100 * (out - out.mean(1, keepdim=True))).square().sum((1, 2))
 
-    def answer(f: psg.Factors) -> tuple[torch.Tensor, torch.Tensor]:
-        return f.norms(squared=True), f.gram()
-
-    for x in draws:
+    for number, x in enumerate(draws):
         truth = flat(Case("", None, (), loss=deviations).oracle(wide, (x,)))
         with xla_replica.count() as counts:
             recorded, losses = captured(model, deviations, *replica.send((x,)))
-            answers = replica.fetch(recorded.stream(losses, answer))
-        for one, expected in zip(answers, (truth.square().sum(1), truth @ truth.T)):
-            assert error(one, expected) < 1e-3
-        found.append(counts.compilations)
-    assert found[1:] == [0, 0, 0]
+            both = recorded.stream(losses, lambda f: [f.norms(squared=True), f.gram()])
+            norms, gram = replica.fetch(both)
+        assert error(norms, truth.square().sum(1)) < 1e-3
+        assert error(gram, truth @ truth.T) < 1e-3
+        assert number == 0 or counts.compilations == 0
 
 
 def test_positions_that_cancel_are_noticed_by_the_first_comparison():
