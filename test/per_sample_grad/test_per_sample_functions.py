@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from support.documents import block
 from support.per_sample_grad import error, flat, fold, rules_kept
+from support.per_sample_grad.agreement import METHODS
 from support.per_sample_grad.models import BY_NAME
 from support.per_sample_grad.pool import Pool, Vectors
 from torch import nn
@@ -18,19 +19,17 @@ import per_sample_grad as psg
 from per_sample_grad.layers.registry import RULES
 
 
-def report_of(name: str) -> psg.Coverage:
-    model, inputs = BY_NAME[name].make(torch.float32)
-    return psg.coverage(model, fold, inputs)
-
-
 def test_coverage_names_what_is_missing_and_what_is_wrong():
-    report = report_of("functional-use")
-    assert report.complete
-    assert "coverage is complete" in str(report)
-    found = report.parameters["inner.weight"]
+    complete, report, wrong = (
+        psg.coverage(model, fold, inputs)
+        for name in ("functional-use", "turned", "coupled-square")
+        for model, inputs in [BY_NAME[name].make(torch.float32)]
+    )
+    assert complete.complete
+    assert "coverage is complete" in str(complete)
+    found = complete.parameters["inner.weight"]
     assert found.error < 1e-5
     assert found.uses == ("Linear 'inner'", "Mm in Linear 'inner'")
-    report = report_of("turned")
     found = report.parameters["p"]
     assert found.problems == (
         "a use outside any module with a rule (no rule is registered for "
@@ -39,39 +38,29 @@ def test_coverage_names_what_is_missing_and_what_is_wrong():
     assert found.correct  # the loop's answer
     assert not report.parameters["inner.bias"].problems
     assert "needs a fallback" in str(report)
-    report = report_of("coupled-square")
-    assert not report.parameters["inner.weight"].correct
-    assert "WRONG" in str(report)
+    assert not wrong.parameters["inner.weight"].correct
+    assert "WRONG" in str(wrong)
 
 
-def factors_of(positions: int, width: int, samples: int = 4, **options) -> psg.Factors:
-    x = torch.randn(samples, positions, width)
-    return psg.per_sample_factors(nn.Linear(width, width), fold, (x,), **options)
-
-
-def test_the_form_follows_the_shapes():
-    short, long = factors_of(2, 64), factors_of(64, 8)
+@pytest.mark.parametrize(("model", "x", "quantity", "form"), [
+    (nn.Linear(64, 64), torch.randn(4, 2, 64), "norms", "factored"),
+    (nn.Linear(8, 8), torch.randn(4, 64, 8), "norms", "materialized"),
+    (nn.Linear(8, 8), torch.randn(4, 64, 8), "norms", "dense"),  # of the bias
     # With several positions, many samples' Gram matrix is cheaper from gradients.
-    many = factors_of(16, 32, samples=64)
-    for factors, quantity, form in (
-        (short, "norms", "factored"), (long, "norms", "materialized"),
-        (many, "norms", "factored"), (many, "gram", "materialized"),
-    ):  # fmt: skip
-        assert factors._choice(quantity, "weight", factors).form == form
-    assert long._choice("norms", "bias", long).form == "dense"
-
-
-@pytest.mark.parametrize("entries", [11, 1000])
-@pytest.mark.parametrize("quantity", ["norms", "gram"])
-def test_the_form_has_the_lowest_cost(entries, quantity):
-    """More operations may take less time, where fewer numbers are written."""
-    model, ids = nn.Embedding(entries, 8), torch.randint(0, entries, (32, 5))
+    (nn.Linear(32, 32), torch.randn(64, 16, 32), "norms", "factored"),
+    (nn.Linear(32, 32), torch.randn(64, 16, 32), "gram", "materialized"),
+    # More operations may take less time, where fewer numbers are written.
+    *((nn.Embedding(n, 8), torch.randint(n, (32, 5)), quantity, None)
+      for n in (11, 1000) for quantity in ("norms", "gram")),
+])  # fmt: skip
+def test_the_form_follows_the_shapes_and_has_the_lowest_cost(model, x, quantity, form):
     chosen, *choices = (
-        factors._choice(quantity, "weight", factors)
-        for method in ("auto", "factored", "materialized")
-        for factors in [psg.per_sample_factors(model, fold, (ids,), method=method)]
+        factors._choice(quantity, "bias" if form == "dense" else "weight", factors)
+        for method in METHODS
+        for factors in [psg.per_sample_factors(model, fold, (x,), method=method)]
     )
     assert chosen == min(choices, key=lambda choice: choice.cost)
+    assert form in (chosen.form, None)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -172,7 +161,6 @@ def test_norms_are_right_where_positions_cancel(build, shape):
 # --- the code on the pages ------------------------------------------------------------
 
 PAGE = "docs/per_sample_grad.md"
-DETAILS = "docs/per_sample_grad_details.md"
 POOLS = "docs/pools.md"
 COUNT = 1000  # the pages ask for the highest thousand
 
@@ -236,5 +224,6 @@ def test_pools_of_dicts():
 @rules_kept()
 def test_a_class_like_another():
     own = type("MyLinear", (nn.Linear,), {})
-    exec(block(DETAILS, "python", "like="), {"psg": psg, "nn": nn, "MyLinear": own})
+    code = block("docs/per_sample_grad_details.md", "python", "like=")
+    exec(code, {"psg": psg, "nn": nn, "MyLinear": own})
     assert RULES[own] is RULES[nn.Linear]

@@ -1,7 +1,6 @@
 """Samples that meet by data, or behind a coefficient of zero: right or refused.
 
-Every case runs with a regular batch first, in which nothing meets, and then with others
-of the same shapes. A comparison of the first pass says nothing about those.
+Nothing meets in a regular batch, which is first: comparing it says nothing of others.
 """
 
 import contextlib
@@ -60,10 +59,6 @@ def outcome(
     return "right", recorded.compared
 
 
-def whole(rows: torch.Tensor) -> torch.Tensor:
-    return rows[:, None].expand(-1, WIDTH)
-
-
 POSITIONS = torch.arange(WIDTH)
 BY_DATA: dict[str, Callable] = {
     "index": lambda h, i: h[i],
@@ -71,8 +66,8 @@ BY_DATA: dict[str, Callable] = {
     "index-transposed": lambda h, i: h.transpose(0, 1)[:, i].transpose(0, 1),
     "index-list": lambda h, i: torch.stack([h[int(row)] for row in i]),
     "index_select": lambda h, i: h.index_select(0, i),
-    "gather": lambda h, i: h.gather(0, whole(i)),
-    "scatter": lambda h, i: torch.zeros_like(h).scatter(0, whole(i), h),
+    "gather": lambda h, i: h.gather(0, i[:, None].expand_as(h)),
+    "scatter": lambda h, i: torch.zeros_like(h).scatter(0, i[:, None].expand_as(h), h),
     # As images among the tokens of texts, in models such as Llava.
     "masked_scatter": lambda h, i: h.masked_scatter(
         (i.bincount(minlength=B) > 0)[:, None], h.sin()
@@ -99,17 +94,16 @@ def test_rows_that_data_choose(name):
     assert "CouplingError" in {found for found, _ in seen}
 
 
-def routed(m: nn.Module, x: torch.Tensor, route: torch.Tensor) -> torch.Tensor:
-    h = m.first(x)
-    out = torch.zeros_like(h)
-    for number, expert in enumerate((m.a, m.b)):
-        (rows,) = torch.where(route == number)
-        out = out.index_add(0, rows, expert(h[rows]))
-    return out
-
-
 @pytest.mark.parametrize("fallback", ["error", "loop"])
 def test_experts_that_are_routed_evenly_and_then_unevenly(fallback):
+    def routed(m: nn.Module, x: torch.Tensor, route: torch.Tensor) -> torch.Tensor:
+        h = m.first(x)
+        out = torch.zeros_like(h)
+        for number, expert in enumerate((m.a, m.b)):
+            (rows,) = torch.where(route == number)
+            out = out.index_add(0, rows, expert(h[rows]))
+        return out
+
     layers = {name: nn.Linear(4, 4) for name in ("first", "a", "b")}
     model, x = made(lambda: Apply(routed, **layers))
     last = torch.tensor([0, 0, 0, 0, 0, 1])
@@ -175,18 +169,14 @@ class Edited(torch.autograd.Function):
         return grad.mul_(0.7)
 
 
-EDITED: dict[str, Callable] = {
-    "beside": lambda m, x: (y := m(x, torch.relu)) + Edited.apply(y),
-    "twice": lambda m, x: Edited.apply(m(Edited.apply(m(x, torch.relu)), Edited.apply)),
-}
-
-
-@pytest.mark.parametrize("name", EDITED)
-def test_backward_functions_that_edit_their_gradient(name):
+@pytest.mark.parametrize("forward", [
+    lambda m, x: (y := m(x, torch.relu)) + Edited.apply(y),
+    lambda m, x: Edited.apply(m(Edited.apply(m(x, torch.relu)), Edited.apply)),
+])  # fmt: skip
+def test_backward_functions_that_edit_their_gradient(forward):
     model, _ = made(Hidden)
-    for _ in range(4):
-        x = torch.randn(B, 4, dtype=torch.float64)
-        outcome(model, lambda m, x: EDITED[name](m, x).square().sum(1), (x,))
+    for x in torch.randn(4, B, 4, dtype=torch.float64):
+        outcome(model, lambda m, x: forward(m, x).square().sum(1), (x,))
 
 
 @pytest.mark.parametrize("answer", ["backward", "norms"])
@@ -315,19 +305,14 @@ PIECES: list[Callable] = [
     *(lambda h, i, f=f: f(h) for n, f in USUAL.items() if n != "dropout"),
     *BY_DATA.values(),
 ]
-NUM_MODELS, PER_TEST = 500, 50
-
-
-def widened(h: torch.Tensor) -> torch.Tensor:
-    return F.pad(h, (0, WIDTH - h.shape[1])) if h.shape[1] < WIDTH else h[:, :WIDTH]
 
 
 @of_torch_alone
-@pytest.mark.parametrize("first", range(0, NUM_MODELS, PER_TEST))
+@pytest.mark.parametrize("first", range(0, 500, 50))
 def test_drawn_models_agree_with_a_loop_whatever_the_indices(first):
     """Their structures stay, and the indices in them are drawn anew for each batch."""
     seen = []
-    for number in range(first, first + PER_TEST):
+    for number in range(first, first + 50):
         rng = random.Random(number)
         torch.manual_seed(number)
         model = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)]).double()
@@ -338,7 +323,8 @@ def test_drawn_models_agree_with_a_loop_whatever_the_indices(first):
         ) -> torch.Tensor:
             h = torch.tanh(m[0](x))
             for piece, index, layer in zip(pieces, indices, [*m[1:], nn.Identity()]):
-                h = torch.tanh(layer(widened(piece(h, index))))
+                h = piece(h, index)
+                h = torch.tanh(layer(F.pad(h, (0, WIDTH - h.shape[1]))))
             return h.square().sum(1)
 
         for is_regular in (True, False, False):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from support.per_sample_grad import captured, flat, fold, rules_kept
 from support.per_sample_grad.agreement import assert_same_grads
-from support.per_sample_grad.models import put, turned
+from support.per_sample_grad.models import WithParameter, put, turned
 from support.xla_replica.replicas import HAS_XLA, of_torch_alone
 from torch import nn
 
@@ -96,30 +96,23 @@ CHANGES = [
 ]  # fmt: skip
 
 
-class Powered(torch.autograd.Function):
-    """A power, in a function that modes do not see."""
+class Product(torch.autograd.Function):
+    """A product, in a function that modes do not see."""
 
     @staticmethod
-    def forward(ctx, x, exponent):
-        ctx.save_for_backward(x, exponent)
-        return x**exponent
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x, factor)
+        return x * factor
 
     @staticmethod
     def backward(ctx, grad):
-        x, exponent = ctx.saved_tensors
-        at_exponent = (grad * x**exponent * x.log()).sum_to_size(exponent.shape)
-        return grad * exponent * x ** (exponent - 1), at_exponent
+        x, factor = ctx.saved_tensors
+        return grad * factor, (grad * x).sum_to_size(factor.shape)
 
 
-class Hidden(nn.Module):
-    """A module that computes with its parameter where nothing sees it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.exponent = nn.Parameter(torch.rand(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Powered.apply(torch.sigmoid(x), self.exponent)
+def hidden() -> nn.Module:
+    """Returns a module that computes with its parameter where nothing sees it."""
+    return WithParameter(lambda m, x: Product.apply(torch.sigmoid(x), m.p), 4)
 
 
 class Used(nn.Module):
@@ -129,9 +122,9 @@ class Used(nn.Module):
 
     def __init__(self, way: Callable) -> None:
         super().__init__()
-        self.first, self.last, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), Hidden()
+        self.first, self.last, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), hidden()
         self.own, self.other = (nn.Parameter(torch.rand(4)) for _ in range(2))
-        self.table, self.sub = nn.Embedding(5, 4), Hidden()
+        self.table, self.sub = nn.Embedding(5, 4), hidden()
         self.register_buffer("scale", torch.rand(4))
         self.way = way
 
@@ -180,7 +173,7 @@ def edited_before(before: Callable, m: Used, x: torch.Tensor, h: torch.Tensor):
 def edited_after(before: Callable, m: Used, x: torch.Tensor, h: torch.Tensor):
     found = before(m, x, h)
     with torch.no_grad():
-        for param in (m.own, m.sub.exponent):
+        for param in (m.own, m.sub.p):
             param.mul_(1.5)
     return found
 
@@ -205,9 +198,9 @@ def exchanged(model: Used) -> None:
 
 def moved(model: Used) -> None:
     """The parameter is another module's, and given to the one that had it."""
-    model.drop.exponent, kept = model.sub.exponent, model.sub
-    del kept.exponent
-    kept.exponent = model.drop.exponent
+    model.drop.p, kept = model.sub.p, model.sub
+    del kept.p
+    kept.p = model.drop.p
 
 
 CHANGES_OF_USES = [
@@ -234,7 +227,7 @@ CHANGES_OF_USES = [
     made("other", lambda m: m.own),
     lambda m: m.own.requires_grad_(False),
     lambda m: m.sub.register_forward_hook(out_mixed),
-    added(lambda m, x, h: h**m.sub.exponent),
+    added(lambda m, x, h: h * m.sub.p),
     lambda m: m.sub.eval(), lambda m: m.eval(),
 ]  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import math
 
 import pytest
@@ -27,9 +28,8 @@ STACKED = Case("stacked", lambda: nn.Sequential(
 def test_a_pass_that_accumulates_under_autocast(name, accumulate):
     """The forward pass is in bfloat16, the losses and everything after in float32.
 
-    Every sample's own backward pass through the same graph has the same gradients of
-    activations to the bit, since 1 / 4 scales without rounding. It rounds gradients of
-    weights to bfloat16, by at most 2**-8 of every number; the factors' are not rounded.
+    The loop's gradients of activations are the same to the bit; those of weights it
+    rounds to bfloat16, by at most 2**-8 of every number, and the factors do not.
     """
     model, (x,) = BY_NAME[name].make(torch.float32, 4)
     plain = copy.deepcopy(model)
@@ -169,17 +169,13 @@ SHAPES = {"w": (12, 10), "deep": (6, 4, 3, 3), "bias": (12,), "number": ()}
 
 
 def test_inner_products_are_right_in_expectation():
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+    torch.manual_seed(0)
+    draw = functools.partial(torch.randn, dtype=torch.float64)
     uses = {
         "w": Outer(draw(3, 1, 5, 12), draw(3, 1, 5, 10)),
         "deep": Outer(draw(3, 2, 7, 3), draw(3, 2, 7, 36)),
-        "bias": Dense(draw(3, 12)),
-        "number": Dense(draw(3, 1)),
-    }
+        "bias": Dense(draw(3, 12)), "number": Dense(draw(3, 1)),
+    }  # fmt: skip
 
     def gram(size: int, seed: int) -> torch.Tensor:
         projection = psg.Projection(SHAPES, size, seed=seed)
