@@ -5,6 +5,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def made(place: str, make: Callable) -> Callable[[nn.Module], nn.Module]:
 
 
 def to(way: Callable) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: put(model, "way", way)
+    return made("way", lambda _: way)
 
 
 def out_mixed(module: nn.Module, args: tuple, out: torch.Tensor) -> torch.Tensor:
@@ -147,17 +148,12 @@ def by_all(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
 WAYS = {by_operations: "error", by_all: "loop"}
 
 
-def around(function: Callable) -> Callable[[Used], None]:
+def around(function: Callable) -> Callable[[nn.Module], nn.Module]:
     """Returns a change that puts a function around what the module does."""
-
-    def change(model: Used) -> None:
-        before = model.way
-        model.way = lambda m, x, h: function(before, m, x, h)
-
-    return change
+    return made("way", lambda m: functools.partial(function, m.way))
 
 
-def added(function: Callable) -> Callable[[Used], None]:
+def added(function: Callable) -> Callable[[nn.Module], nn.Module]:
     """Returns a change that adds something to what the module does."""
     return around(lambda before, m, x, h: before(m, x, h) + function(m, x, h))
 
@@ -181,15 +177,8 @@ def edited_after(before: Callable, m: Used, x: torch.Tensor, h: torch.Tensor):
 @around
 def samples_instead_of_the_buffer(before: Callable, m: Used, x: torch.Tensor, h):
     """The graph and its shapes are the same: what is multiplied is not."""
-    kept, m.scale = m.scale, x.detach().mean((0, 1))
-    try:
+    with mock.patch.dict(m._buffers, scale=x.detach().mean((0, 1))):
         return before(m, x, h)
-    finally:
-        m.scale = kept
-
-
-def shaped(*shape: int) -> Callable[[nn.Module], None]:
-    return made("own", lambda m: nn.Parameter(torch.rand(shape).double()))
 
 
 def exchanged(model: Used) -> None:
@@ -222,8 +211,9 @@ CHANGES_OF_USES = [
     added(lambda m, x, h: turned(h, m.own)),
     to(lambda m, x, h: m.sub(h.flip(0))),
     edited_before, edited_after, samples_instead_of_the_buffer,
-    shaped(1), shaped(3, 4), shaped(6, 1, 4), shaped(6, 3, 1), shaped(), exchanged,
-    moved, around(lambda before, m, x, h: before(m, x, h.detach())),
+    *(made("own", lambda m, shape=shape: nn.Parameter(torch.rand(shape).double()))
+      for shape in ((1,), (3, 4), (6, 1, 4), (6, 3, 1), ())),
+    exchanged, moved, around(lambda before, m, x, h: before(m, x, h.detach())),
     made("other", lambda m: m.own),
     lambda m: m.own.requires_grad_(False),
     lambda m: m.sub.register_forward_hook(out_mixed),
