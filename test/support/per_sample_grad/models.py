@@ -232,12 +232,11 @@ def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
     return torch.polar(x, angle).real
 
 
-powered = with_parameter(lambda x, p: x ** (3 * p.abs()))
 of_angle = with_parameter(turned)
 
 # What rules of operations account for, and no module's rule.
 BY_OPERATIONS = [
-    Case("power", powered, (3,)),
+    Case("power", with_parameter(lambda x, p: x ** (3 * p.abs())), (3,)),
     Case("raw-parameter", with_parameter(torch.mul), (3,)),
     Case("functional-use", lambda: Apply(
         lambda m, x: nn.functional.linear(torch.tanh(m.inner(x)), m.inner.weight),
@@ -256,6 +255,14 @@ BY_OPERATIONS = [
 UNSEEN = [
     Case("turned", of_angle, (3,)),
     Case("turned-on-positions", of_angle, (5, 3)),
+    Case("turned-below", lambda: nn.Sequential(of_angle(), nn.Linear(4, 4)), (3,)),
+    Case("turned-time-first", with_parameter(
+        lambda x, p: turned(x.transpose(0, 1), p).transpose(0, 1)), (5, 3),
+        {"batch_dim": {"": 1, "inner": 0}}),
+    Case("turned-folded", with_parameter(
+        lambda x, p: turned(x.flatten(0, 1), p).unflatten(0, (len(x), -1))), (5, 3)),
+    Case("distances-of-places", with_parameter(
+        lambda x, p: torch.cdist(x, p.softmax(0)[None]), 4, 4), (5, 3)),
     Case("unbatched-conv", lambda: Apply(
         lambda m, x: torch.stack([m.inner(item) for item in x]),
         inner=nn.Conv1d(3, 3, 1)), (3, 4)),
