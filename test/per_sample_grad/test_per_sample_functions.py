@@ -131,10 +131,7 @@ def test_no_answer_is_of_a_tensor_that_was_changed_in_place(changed):
     (lambda: nn.Embedding(9, 64), (4, 3)),
 ])  # fmt: skip
 def test_norms_are_right_where_positions_cancel(build, shape):
-    """Inputs are almost the same everywhere, and gradients add up to almost nothing.
-
-    From factors norms would be off by about 1 per cent.
-    """
+    """Inputs are almost the same everywhere: factors alone are off by a per cent."""
     torch.manual_seed(0)
     model, x = build(), 1.1 + 1e-3 * torch.randn(shape)
 

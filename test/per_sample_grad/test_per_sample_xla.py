@@ -47,16 +47,14 @@ def wrong_answers(rank: int, names: list[str]) -> list[str]:
         moved(model, replica.device)
         # TorchTPU has a kernel for attention, which only TPUs run.
         math_alone = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
-        with xla_replica.count() as counts, math_alone:
-            call = (model, case.loss, replica.send(inputs))
-            factors = psg.per_sample_factors(*call, **case.options)
-            replica.wait()
-            try:
+        try:
+            with xla_replica.count() as counts, math_alone:
+                factors = case.factors(model, replica.send(inputs))
+                replica.wait()
                 agree(factors, truth, 2e-5, replica.to_host)
-            except AssertionError as error:
-                wrong.append(f"{case.name}: {error}")
-        if counts.fallbacks:
-            wrong.append(f"{case.name}: {counts.fallbacks}")
+            assert not counts.fallbacks
+        except AssertionError as error:
+            wrong.append(f"{case.name}: {error}")
     return wrong
 
 

@@ -134,18 +134,15 @@ def bilinears(draw) -> Case:
 
 def attentions(draw) -> Case:
     heads, width = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    length, keys = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    length, keys = sizes(draw, 2, 1, 4)
     kdim, vdim = draw(st.sampled_from([(None, None), (3, 3), (3, 2)]))
-    bias, first = draw(st.booleans()), draw(st.booleans())
-    weights, causal = draw(st.booleans()), draw(st.booleans())
+    bias, first, weights, causal = (draw(st.booleans()) for _ in range(4))
     size = heads * width
 
     def attend(m: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
         query, key, value = (x if first else x.transpose(0, 1) for x in inputs)
-        mask = None
-        if causal:
-            after = torch.ones(length, keys, device=query.device).triu(1).bool()
-            mask = torch.where(after, -torch.inf, 0.0).to(query.dtype)
+        after = torch.ones(length, keys, device=query.device).triu(1).bool()
+        mask = torch.where(after, -torch.inf, 0.0).to(query.dtype) if causal else None
         out = m.inner(query, key, value, attn_mask=mask, need_weights=weights)[0]
         return out if first else out.transpose(0, 1)
 

@@ -1,5 +1,6 @@
 """Scores have the same bits for any batches, parts and replicas, killed or not."""
 
+import dataclasses
 import errno
 import functools
 import gc
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -267,11 +269,9 @@ def tensors(corrected: bool = False, exchanged: bool = False) -> TensorDataset:
     return TensorDataset(x, y)
 
 
+@dataclasses.dataclass(slots=True)
 class Slots:
-    __slots__ = ("labels",)
-
-    def __init__(self, labels):
-        self.labels = labels
+    labels: Any
 
 
 class Held(Slots, torch.utils.data.Dataset):
@@ -295,7 +295,7 @@ def test_another_pool_is_told_from_the_one_that_was_scored(tmp_path):
         "order": tensors(exchanged=True),
         "subset": Subset(tensors(), kept),
         "other subset": Subset(tensors(), [*kept[:6], kept[7], kept[6], *kept[8:]]),
-        "list": [(row, int(label)) for row, label in tensors()],
+        "list": [(row, int(y)) for row, y in tensors()],
         "corrected list": [(row, int(y)) for row, y in tensors(corrected=True)],
         "files": Files(tmp_path),
         "transformed": Files(tmp_path, change=lambda x: x + (x == 7 / 400)),

@@ -1,6 +1,5 @@
 """All answers about per-sample gradients, compared with a loop and with one another."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +17,10 @@ def answers(
     factors: psg.Factors, weights: torch.Tensor, vectors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     """Returns every answer, by name; ``weights`` are ``(2, B)``."""
-    sums, shapes = factors.weighted_sum(weights), factors.shapes
-    # Views of one matrix, as the state of an optimizer may have.
-    sizes = [math.prod(shape) for shape in shapes.values()]
-    matrix = weights.new_ones(2, sum(sizes), dtype=next(iter(sums.values())).dtype)
-    parts = zip(shapes.items(), matrix.split(sizes, 1))
-    totals = {name: part.view(2, *shape) for (name, shape), part in parts}
+    sums = factors.weighted_sum(weights)
+    # Views of more, as the state of an optimizer may have.
+    pairs = {name: torch.stack([each, each], 1) for name, each in sums.items()}
+    totals = {name: torch.ones_like(pair)[:, 0] for name, pair in pairs.items()}
     factors.add_weighted_sum_(totals, weights)
     return {
         "gradients": factors.materialize(),
