@@ -1,6 +1,5 @@
 """Scores have the same bits for any batches, parts and replicas, killed or not."""
 
-import dataclasses
 import errno
 import functools
 import gc
@@ -16,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -269,9 +267,11 @@ def tensors(corrected: bool = False, exchanged: bool = False) -> TensorDataset:
     return TensorDataset(x, y)
 
 
-@dataclasses.dataclass(slots=True)
 class Slots:
-    labels: Any
+    __slots__ = ("labels",)
+
+    def __init__(self, labels):
+        self.labels = labels
 
 
 class Held(Slots, torch.utils.data.Dataset):
