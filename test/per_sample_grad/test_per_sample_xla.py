@@ -13,10 +13,7 @@ from torch import nn
 import per_sample_grad as psg
 import xla_replica
 
-pytestmark = [
-    *IS_COMPILED,
-    pytest.mark.filterwarnings("ignore:Using padding='same' with even"),
-]
+pytestmark = IS_COMPILED
 
 # What the rest does on the host does not depend on the device: slow runs have all.
 SOME = [

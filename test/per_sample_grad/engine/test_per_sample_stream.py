@@ -19,9 +19,6 @@ import xla_replica
 from tools.peak_memory import peak_memory
 from xla_replica.common.trees import tensors_in
 
-pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
-
-
 each_case = pytest.mark.parametrize("case", [*CASES, *models.BY_OPERATIONS], ids=str)
 
 

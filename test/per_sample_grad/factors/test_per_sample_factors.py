@@ -73,7 +73,6 @@ def test_float16_that_underflows_is_told_and_can_be_scaled(size):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 def test_every_layer_in_half_precision(case, dtype):
     model, inputs = case.make(dtype)
     truth = case.oracle(model, inputs)
@@ -146,7 +145,6 @@ WIDE = 2**30
 
 @pytest.mark.parametrize(("share", "budget"), [(0.3, 1), (0.3, WIDE), (1, WIDE)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 def test_a_projection_is_a_linear_map_of_the_gradient(case, share, budget):
     model, inputs = case.make(torch.float64)
     truth = case.oracle(model, inputs)

@@ -18,9 +18,6 @@ from per_sample_grad.factors import algebra, plan
 from per_sample_grad.layers import registry
 from tools.studies.drawn_models import losses_of, truth_of
 
-# torch warns about even kernels
-pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
-
 # --- layers of drawn shapes and options: `KINDS` draws each kind ----------------------
 
 
