@@ -93,18 +93,15 @@ def counted(rank: int, name: str) -> list[list[xla_replica.Counts]]:
     first, *rest = (BY_NAME[name].make(torch.float32, 4, n)[1] for n in range(20))
     # As many samples as ever, filled with copies of the last one.
     filled = [x[[0, 1, 2, 2]] for x in last]
-    found = []
-    for answer in (all_answers, streamed_norms):
+    every = []
+    for ask in (all_answers, streamed_norms):
         counts = []
         for batches in ([first], [first], [*rest, filled]):
             with xla_replica.count() as count:
-                norms = [
-                    replica.fetch(answer(model, *replica.send(batch)))[0]
-                    for batch in batches
-                ]
+                found = [replica.fetch(ask(model, *replica.send(x))) for x in batches]
             counts.append(count)
-        found.append(counts)
-        for batch, value in ((rest[-1], norms[-2]), (last, norms[-1][:3])):
+        every.append(counts)
+        for batch, value in ((rest[-1], found[-2][0]), (last, found[-1][0][:3])):
             expected = streamed_norms(truth, *batch)[0]
             torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
     if HAS_XLA:
@@ -112,7 +109,7 @@ def counted(rank: int, name: str) -> list[list[xla_replica.Counts]]:
 
         # Training beside the Gram matrix is what it was.
         assert torch_xla.backends.get_mat_mul_precision() == "default"
-    return found
+    return every
 
 
 @pytest.mark.parametrize("name", [

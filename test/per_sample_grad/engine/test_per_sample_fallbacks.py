@@ -97,10 +97,9 @@ def test_what_is_attributed_wrongly_is_an_error(case, batch):
         case.factors(model, inputs)
 
 
-@pytest.mark.parametrize(
-    "norm", [nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False).eval()]
-)
-def test_batch_statistics_are_refused_before_anything_happens(norm):
+@pytest.mark.parametrize("is_tracked", [True, False])
+def test_batch_statistics_are_refused_before_anything_happens(is_tracked):
+    norm = nn.BatchNorm1d(3, track_running_stats=is_tracked).train(is_tracked)
     model = nn.Sequential(nn.Linear(3, 3), norm)
     with pytest.raises(psg.CouplingError, match="Freeze the statistics"):
         captured(model, lambda m: pytest.fail("not reached"))
@@ -232,9 +231,7 @@ WRONG: list[tuple[object, str]] = [
       for answer, message in WRONG),
     (psg.Dense(torch.zeros(N, P, Q)), ["a Dense"]),
 ])  # fmt: skip
-def test_an_answer_of_the_wrong_kind_or_shape_names_the_rule(
-    returned, messages, fallback
-):
+def test_an_answer_of_wrong_kind_or_shape_names_its_rule(returned, messages, fallback):
     def wrong_linear(call: psg.Call, grad: torch.Tensor) -> object:
         return returned
 

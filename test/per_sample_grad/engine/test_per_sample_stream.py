@@ -207,9 +207,7 @@ def test_a_capture_names_what_the_losses_do_not_depend_on(answer, fallback):
     ("mean", {"scale": 8.0}), ("sum", {"check": "always", "fallback": "loop"}),
 ])  # fmt: skip
 @each_case
-def test_grad_is_that_of_an_ordinary_pass_and_answers_are_of_own_losses(
-    case, accumulate, options
-):
+def test_grad_is_of_an_ordinary_pass_and_answers_of_losses(case, accumulate, options):
     """To the bit, and answers are not of the mean's smaller or the scaled gradients."""
     model, inputs = case.make(torch.float64)
     plain = copy.deepcopy(model)

@@ -306,7 +306,6 @@ def test_losses_that_are_stacked_sample_by_sample_are_each_of_one(layer, num_sam
         losses = torch.stack(losses) if losses else out.flatten()
     rows = recorded.backward(losses).materialize()["weight"]
     for row, sample in zip(rows, x):
-        [expected] = torch.autograd.grad(
-            layer(sample[None]).square().sum(), layer.weight
-        )
+        loss = layer(sample[None]).square().sum()
+        [expected] = torch.autograd.grad(loss, layer.weight)
         torch.testing.assert_close(row, expected)

@@ -182,9 +182,7 @@ def test_float64_models_that_compute_in_float32_are_compared_as_such(fallback):
 @pytest.mark.parametrize(("dtype", "hidden", "told"), [
     (torch.float32, 1e-4, 1e-2), (torch.float64, 1e-10, 1e-6),
 ], ids=str)  # fmt: skip
-def test_couplings_are_told_from_rounding_down_to_the_documented_size(
-    dtype, hidden, told
-):
+def test_couplings_of_the_documented_size_are_told_from_rounding(dtype, hidden, told):
     torch.manual_seed(0)
     model, x = nn.Linear(4, 2).to(dtype), torch.randn(6, 4).to(dtype)
 

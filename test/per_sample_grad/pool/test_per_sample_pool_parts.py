@@ -144,9 +144,7 @@ def refused_and_repaired(rank: int, folder: str) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 3)])
-def test_other_weights_are_an_error_on_every_replica_and_have_a_remedy(
-    backend, tmp_path
-):
+def test_other_weights_are_an_error_everywhere_and_have_a_remedy(backend, tmp_path):
     for repaired, truth in backend.run(refused_and_repaired, str(tmp_path)):
         assert_same_bits(repaired, truth)
     assert not list(tmp_path.iterdir())
@@ -437,9 +435,7 @@ def killed(folder: Path, log: Path, backend: Backend) -> None:
     *(pytest.param(what, "xla", [2, 1], 3, marks=row("xla", 2, slow=True).marks)
       for what in ("scores", "rows")),
 ])  # fmt: skip
-def test_a_killed_run_loses_a_part_at_most_and_no_bit(
-    tmp_path, what, device, killings, last
-):
+def test_a_kill_loses_a_part_at_most_and_no_bit(tmp_path, what, device, killings, last):
     folder = tmp_path / what
     folder.mkdir()
     for number, replicas in enumerate(killings):

@@ -1,5 +1,6 @@
 """All answers about per-sample gradients, compared with a loop and with one another."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,11 +48,9 @@ def agree(
     size = grads.norm()
     gram = grads @ grads.T
     generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(2, len(grads), generator=generator, dtype=torch.float64)
-    vectors = {
-        name: torch.randn(values.shape[1:], generator=generator, dtype=torch.float64)
-        for name, values in truth.items()
-    }
+    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
+    weights = draw(2, len(grads))
+    vectors = {name: draw(values.shape[1:]) for name, values in truth.items()}
     device = factors.losses.device
     there = {name: vector.to(device) for name, vector in vectors.items()}
     found = fetch(answers(factors, weights.to(device), there))
