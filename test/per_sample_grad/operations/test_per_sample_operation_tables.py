@@ -37,11 +37,6 @@ def all_of_torch() -> list[Any]:
     return op_db
 
 
-def given_to(op: Any, dtype: torch.dtype) -> Iterator[Any]:
-    """Returns torch's own samples; ``op.sample_inputs`` searches all modules, too."""
-    return iter(op.sample_inputs_func(op, "cpu", dtype, True))
-
-
 def samples_of(
     output: torch.Tensor, inputs: list, dim: int, num_samples: int
 ) -> list[Rows | None]:
@@ -107,7 +102,8 @@ def test_another_sample_moves_nothing(part, most):
     ]  # fmt: skip
     for op in every[part::NUM_PARTS]:
         torch.manual_seed(0)
-        samples = list(given_to(op, torch.float64))
+        # ``op.sample_inputs`` would search all modules for its test.
+        samples = list(op.sample_inputs_func(op, "cpu", torch.float64, True))
         for sample in samples[:: -(-len(samples) // most) or 1]:
             wrong, number = moves_others(
                 lambda x, args, options, op=op: op.op(x, *args, **options),
@@ -137,7 +133,8 @@ def operations() -> Iterator[tuple[str, Callable[..., torch.Tensor], Any]]:
         is_loss = any(word in name for word in ("loss", "cross_entropy", "kl_div"))
         if "." in name or not (is_loss or name.replace("_", "") in kinds):
             continue
-        for sample in itertools.islice(given_to(op, torch.float32), 8):
+        every = op.sample_inputs_func(op, "cpu", torch.float32, True)
+        for sample in itertools.islice(every, 8):
             rank = sample.input.dim()
             crashes = rank == 0 or (name, rank) == ("nll_loss", 1)  # torch_xla 2.9
             if not (crashes or sample.kwargs.get("training")):
