@@ -251,19 +251,6 @@ def test_no_gradient_of_a_matrix_is_formed(case):
     assert (psg.Outer in forms) == (case.name not in without)
 
 
-SUMMED = [pointwise("Copysign", torch.copysign, 4),
-          pointwise("MaskedFill", lambda x, p: x.masked_fill(x > 0.5, p))]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", SUMMED, ids=str)
-def test_a_formula_that_sums_over_samples_itself_is_not_taken(case):
-    """Of some operations torch sums before the engine would."""
-    model, inputs = case.make(torch.float64)
-    with pytest.raises(psg.CoverageError, match=rf"{case.name}Backward[01] mixes it"):
-        psg.per_sample_factors(model, fold, inputs)
-    agree_with_loop(case, model, inputs, fallback="loop")
-
-
 def test_a_vector_of_other_values_than_a_buffer_may_be_samples():
     case = of_weight("", lambda m, p: p / (p @ m.copy).sum(), of=(3,))
     model, inputs = case.make(torch.float32)

@@ -261,6 +261,10 @@ UNSEEN = [
         {"batch_dim": {"": 1, "inner": 0}}),
     Case("turned-folded", with_parameter(
         lambda x, p: turned(x.flatten(0, 1), p).unflatten(0, (len(x), -1))), (5, 3)),
+    # Formulas that sum over samples themselves, before the engine would.
+    Case("copysign", with_parameter(torch.copysign), (3,)),
+    Case("masked-fill", with_parameter(
+        lambda x, p: x.masked_fill(x > 0.5, p[0])), (3,)),
     Case("distances-of-places", with_parameter(
         lambda x, p: torch.cdist(x, p.softmax(0)[None]), 4, 4), (5, 3)),
     Case("unbatched-conv", lambda: Apply(
