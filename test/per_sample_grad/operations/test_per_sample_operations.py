@@ -211,21 +211,17 @@ CASES = [
         parametrizations.spectral_norm(nn.Linear(3, 5)).eval()), (3,)),
 ]  # fmt: skip
 # Tables of as many rows as samples, in some batches; it is seen where they meet them.
+TABLE = {"of": (3, 3), "a": (3, 2), "b": lambda: nn.Embedding(5, 3)}
 TABLES = [
-    Case("of-positions", lambda: Apply(
-        lambda m, x: m.inner(torch.tanh(x + m.embed(torch.arange(3)))),
-        embed=nn.Embedding(5, 3), inner=nn.Linear(3, 2)), (3, 3)),
-    Case("of-positions-with-a-row", lambda: Apply(
-        lambda m, x: m.inner(x * m.embed(torch.arange(3)[None])),
-        embed=nn.Embedding(5, 3), inner=nn.Linear(3, 2)), (3, 3)),
-    Case("of-positions-cut", lambda: Apply(
-        lambda m, x: m.inner(torch.tanh(x + m.embed(torch.arange(4))[None][:, 1:])),
-        embed=nn.Embedding(5, 3), inner=nn.Linear(3, 2)), (3, 3)),
+    case_of("of-positions", lambda m, x: m.a(torch.tanh(
+        x + m.b(torch.arange(3)))), **TABLE),
+    case_of("of-positions-with-a-row", lambda m, x: m.a(
+        x * m.b(torch.arange(3)[None])), **TABLE),
+    case_of("of-positions-cut", lambda m, x: m.a(torch.tanh(
+        x + m.b(torch.arange(4))[None][:, 1:])), **TABLE),
     # A class of each sample, which has a row for it, is used in the same way.
-    Case("of-classes", lambda: Apply(
-        lambda m, x, kind: m.inner(x + m.embed(kind)[:, None]),
-        embed=nn.Embedding(5, 3), inner=nn.Linear(3, 2)),
-        lambda batch: (torch.randn(batch, 3, 3), torch.arange(batch) % 2)),
+    case_of("of-classes", lambda m, x, kind: m.a(x + m.b(kind)[:, None]), **TABLE | {
+        "of": lambda batch: (torch.randn(batch, 3, 3), torch.arange(batch) % 2)}),
 ]  # fmt: skip
 ROWS = [(case, batch) for case in CASES for batch in (1, 3, 4)]
 ROWS += [(case, batch) for case in TABLES for batch in (1, 2, 3, 6)]
