@@ -99,7 +99,7 @@ def test_one_shot_functions_agree_with_the_loop():
     for found, expected in (
         (flat(psg.per_sample_grads(*call)), grads),
         (psg.per_sample_grad_dot(*call, vectors), grads @ grads[0]),
-        (flat(sums), weights @ grads),
+        (flat(sums)[0], weights @ grads),
         (psg.per_sample_factors(*call).cross_gram(b), grads @ other.T),
         (b.cross_gram(psg.per_sample_factors(*call)), other @ grads.T),
     ):
