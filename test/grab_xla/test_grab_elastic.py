@@ -6,7 +6,6 @@ import pytest
 import torch
 from support.grab_xla import ordering, training
 from support.grab_xla.ordering import KINDS, TIE_FREE
-from support.grab_xla.training import MINIBATCH
 from support.xla_replica import replicas
 from support.xla_replica.replicas import TORCHTPU, Backend, backends, row
 from torch import nn
@@ -26,13 +25,12 @@ FEW, PAIRS = ["adamean", "recursive-pair", "norm"], ["pair", "coordinated pair"]
 
 
 class Training(training.Training):
-    def __init__(self, name: str, attaches: bool = True, **given) -> None:
+    def __init__(self, name: str, **given) -> None:
         given = EVEN | given
         grab = KINDS[name].sampler(given.pop("num_samples"))
         model = nn.Linear(3, 1).to(xla_replica.current().device)
         inner = torch.optim.SGD(model.parameters(), 0.01)
-        options = {"ref_batchsize": 8, "attaches": attaches, "given": given}
-        super().__init__(model, inner, grab, **options)
+        super().__init__(model, inner, grab, **given)
 
     def minibatch(self, indices: list[int]) -> None:
         self.model(self.replica.send(torch.ones(len(indices), 3))).sum().backward()
@@ -113,10 +111,7 @@ def assert_same(found, expected) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_signs_are_credited_to_the_samples_they_are_of(together, alone, name):
-    """Which replica ran a minibatch, and in which substep, makes no difference.
-
-    Neither does their number in a plain loop, however they share the accumulators.
-    """
+    """Whichever replica ran them; and in a plain loop, however they share the sums."""
     backend, outcomes = together
     if name not in outcomes[0]:
         pytest.skip("slow runs have it")
@@ -159,7 +154,7 @@ def test_pairs_that_minibatches_split_are_the_oracles(backend):
 def stepped_wrongly(rank: int, how: str) -> None:
     run = Training("mean", trace=[8], attaches=how != "not attached")
     rows = ordering.gradients(0)
-    grads = ordering.as_dict(rows[:MINIBATCH])
+    grads = ordering.as_dict(rows[: training.MINIBATCH])
     for epoch in range(2):
         run.sampler.set_epoch(epoch)
         run.optimizer.set_epoch(epoch)
@@ -168,7 +163,7 @@ def stepped_wrongly(rank: int, how: str) -> None:
             if how not in ("optimizer first", "never"):
                 run.grab.step(ordering.as_dict(rows[: len(minibatch)]))
             if how == "other samples":
-                run.grab.step(grads, indices=range(MINIBATCH))
+                run.grab.step(grads, indices=range(training.MINIBATCH))
             run.optimizer.step()
             if how == "optimizer first":
                 run.grab.step(grads)

@@ -49,26 +49,20 @@ TYPES += [("recursive", {"depth": 3})]
 
 @pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize("normalize_grads", [False, True])
-@pytest.mark.parametrize("size", [1, 7, 32])
-@pytest.mark.parametrize(("balance_type", "options"), TYPES)
+@pytest.mark.parametrize(("balance_type", "options", "size"), [
+    *((*each, size) for each in TYPES for size in (1, 7, 32)),
+    # The blocks are the batches.
+    *(("recursive-pair", {"batch_size": size}, size) for size in (2, 16, 32)),
+])  # fmt: skip
 def test_orders_are_equal(
     package, balance_type, options, size, normalize_grads, products, monkeypatch
 ):
     by_products(monkeypatch, products)
+    num_samples = 96 if "batch_size" in options else 90
     given = {"normalize_grads": normalize_grads, **options}
-    theirs = sampler_of(package, 90, balance_type, **given)
-    mine = sampler_of(grab_xla, 90, balance_type, **given)
+    theirs = sampler_of(package, num_samples, balance_type, **given)
+    mine = sampler_of(grab_xla, num_samples, balance_type, **given)
     assert_same_orders(theirs, mine, size)
-
-
-@pytest.mark.parametrize("normalize_grads", [False, True])
-@pytest.mark.parametrize("size", [2, 16, 32])
-def test_recursive_pairs_are_equal(package, size, normalize_grads):
-    """The blocks are the batches, which must have the size of a power of two."""
-    options = {"batch_size": size, "normalize_grads": normalize_grads}
-    both = package, grab_xla
-    both = [sampler_of(each, 96, "recursive-pair", **options) for each in both]
-    assert_same_orders(*both, size)
 
 
 SIZES = {"jl": 111, "kron": 121}
@@ -77,10 +71,7 @@ SIZES = {"jl": 111, "kron": 121}
 @pytest.mark.parametrize("balance_type", ["mean", "pair", "recursive"])
 @pytest.mark.parametrize("kind", SIZES)
 def test_projected_orders_are_equal(package, balance_type, kind):
-    """Both get the same projection, since each package draws its own.
-
-    Ours keeps the 40 numbers that there are, and theirs is filled up with zeros.
-    """
+    """Of one projection; ours keeps the 40 numbers, and zeros fill up theirs."""
     options = {"random_projection": kind, "pi_eps": 0.9}
     with pytest.warns(UserWarning, match=f"makes {SIZES[kind]} numbers of 40"):
         mine = sampler_of(grab_xla, 90, balance_type, **options)

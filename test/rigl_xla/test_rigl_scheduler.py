@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 
 import pytest
 import torch
@@ -34,40 +33,39 @@ def test_every_optimizer_keeps_inactive_weights_and_their_state_at_zero(
     assert (pruner.step, pruner.rigl_steps) == (15, 4)
 
 
-@pytest.mark.parametrize("skip_step", [True, False])
-@pytest.mark.parametrize("kind", sorted(set(sparse.OPTIMIZERS) - {"sgd-plain"}))
-def test_a_grown_connection_begins_without_the_optimizers_past(kind, skip_step):
-    """That holds where there was optimizer state, as in a loaded state."""
-    options = {"skip_step": skip_step, "bound_new_steps": False}
-    model, optimizer, pruner = sparse.sparse_convnet(kind, **options)
-    sparse.train(model, optimizer, pruner, range(2))
-    masks = copy.deepcopy(pruner.masks)
-    kept_of = {n: sparse.kept_of(model.get_parameter(n), optimizer) for n in masks}
-    for tensor in itertools.chain(*kept_of.values()):
-        tensor.fill_(1.0)
-    sparse.train(model, optimizer, pruner, range(2, 3))
-    for name, new in pruner.masks.items():
-        grown, kept = new & ~masks[name], new & masks[name]
-        assert grown.any()
-        assert kept_of[name]
-        for tensor in kept_of[name]:
-            assert not tensor[grown].any()
-            assert tensor[kept].all()
+def after_an_update(optimizer_of, fills: bool = False, **options):
+    """Yields of every layer the optimizer's state, who grew, who stayed, gradients.
 
-
-def after_an_update(optimizer_of):
-    """Yields of every layer the optimizer's state, who grew, who stayed, gradients."""
+    It may fill the state before with ones, as a state that was loaded has there.
+    """
     model = sparse.convnet()
     optimizer = optimizer_of(model.parameters())
-    pruner = sparse.pruned(model, optimizer)
+    pruner = sparse.pruned(model, optimizer, **options)
     sparse.train(model, optimizer, pruner, range(2))
     masks, twin = copy.deepcopy(pruner.masks), copy.deepcopy(model)
+    states = {name: optimizer.state[model.get_parameter(name)] for name in masks}
+    for name, state in states.items() if fills else ():
+        for tensor in sparse.kept_of(state, masks[name]):
+            tensor.fill_(1.0)
     sparse.train(model, optimizer, pruner, range(2, 3))
     twin.zero_grad()
     sparse.backward(twin, 2)
     for name, new in pruner.masks.items():
-        state, old = optimizer.state[model.get_parameter(name)], masks[name]
-        yield state, new & ~old, new & old, twin.get_parameter(name).grad
+        grown, kept = new & ~masks[name], new & masks[name]
+        yield states[name], grown, kept, twin.get_parameter(name).grad
+
+
+@pytest.mark.parametrize("skip_step", [True, False])
+@pytest.mark.parametrize("kind", sorted(set(sparse.OPTIMIZERS) - {"sgd-plain"}))
+def test_a_grown_connection_begins_without_the_optimizers_past(kind, skip_step):
+    options = {"skip_step": skip_step, "bound_new_steps": False, "fills": True}
+    for state, grown, kept, _ in after_an_update(sparse.OPTIMIZERS[kind], **options):
+        assert grown.any()
+        tensors = sparse.kept_of(state, grown)
+        assert tensors
+        for tensor in tensors:
+            assert not tensor[grown].any()
+            assert tensor[kept].all()
 
 
 @pytest.mark.parametrize("kind", ["adamw", "nadam"])
@@ -280,18 +278,20 @@ def test_a_layer_whose_masked_gradient_is_zero_grows(clips, set_to_none, skip_st
 
 
 A, B = (0, 0, 0, 0, 9, 0, 0, 0), (1, 1, 1, 1, 0, 5, 0, 0)
+DISCARDS = [lambda grad: None, torch.zero_]
+KEEPS = [lambda grad: grad, torch.clone, lambda grad: grad.clamp(-1, 1)]
 
 
-@pytest.mark.parametrize(("passes", "discards", "grown"), [
-    ((A, B), None, 4), ((A, B), False, 5), ((A, B), True, 5),
-    *(((B, A), discards, 4) for discards in (None, False, True)),
+@pytest.mark.parametrize(("passes", "between", "grown"), [
+    *(((A, B), discard, 5) for discard in DISCARDS),
+    *(((A, B), keep, 4) for keep in KEEPS),  # A's masked gradient is one of zeros
+    *(((B, A), each, 4) for each in (KEEPS[0], *DISCARDS)),
 ])  # fmt: skip
-def test_passes_add_up_and_discarded_ones_do_not(passes, discards, grown):
-    row = Row()
-    for number, gradient in enumerate(passes):
-        row.backward(*gradient)
-        if discards is not None and number == 0:
-            row.sgd.zero_grad(set_to_none=discards)
+def test_passes_add_up_and_discarded_ones_do_not(passes, between, grown):
+    row, (first, second) = Row(), passes
+    row.backward(*first)
+    row.model.weight.grad = between(row.model.weight.grad)
+    row.backward(*second)
     assert not row.pruner()
     assert len(row.active) == 4
     assert max(row.active) == grown
@@ -313,18 +313,6 @@ def test_a_discarded_batch_does_not_grow_if_the_next_gradient_is_replaced(replac
     assert max(row.active) == 4
     assert not row.model.weight.grad[0, 5:].any()
 
-
-@pytest.mark.parametrize("replace", [torch.clone, lambda grad: grad.clamp(-1, 1)])
-def test_a_masked_gradient_of_zeros_may_be_replaced_between_passes(replace):
-    row = Row()
-    row.backward(*A)
-    row.model.weight.grad = replace(row.model.weight.grad)
-    row.backward(*B)
-    row.pruner()
-    assert max(row.active) == 4
-
-
-# --- the pages show code that runs ----------------------------------------------------
 
 PAGE, DETAILS = "docs/rigl_xla.md", "docs/rigl_xla_details.md"
 

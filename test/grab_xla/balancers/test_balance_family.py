@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.grab_xla import ordering
 from support.grab_xla.ordering import BALANCING, INVARIANT, KINDS, PERMUTING
-from support.xla_replica.replicas import ONE_XLA_BACKEND, needs_xla, of_torch_alone
+from support.xla_replica import replicas
+from support.xla_replica.replicas import of_torch_alone, row
 
 import xla_replica
 from grab_xla import BALANCE_TYPES, Balancer, GraBSampler, GraBWarning
@@ -32,7 +33,6 @@ def test_every_type_is_a_row_and_documented():
 @each("size", [1, 7, 24])
 @each("name", [name for name, kind in KINDS.items() if kind.oracle])
 def test_orders_are_the_oracles(name, size, products, monkeypatch):
-    """Runs five epochs of changing gradients."""
     ordering.by_products(monkeypatch, products)
     kind = KINDS[name]
     sampler, memory = kind.sampler(), {}
@@ -47,11 +47,7 @@ def test_orders_are_the_oracles(name, size, products, monkeypatch):
 
 @each("name", ["ema", "adaema"])
 def test_moving_averages_balance_around_what_they_say(name):
-    """Compares every sign, given the sampler's own earlier signs.
-
-    The first batch sums to zero around its own mean, so exact ties are decided by
-    rounding and orders cannot be compared (see docs/grab_xla.md).
-    """
+    """Compares every sign but those of ties, given the sampler's own earlier signs."""
     sampler, num_steps = KINDS[name].sampler(), 0
     average = square = np.zeros(ordering.NUM_PARAMETERS)
     for epoch in range(3):
@@ -67,10 +63,13 @@ def test_moving_averages_balance_around_what_they_say(name):
             if name == "adaema":
                 z = z / (np.sqrt(square / (1 - 0.999**num_steps)) + 1e-8)
             engine = sampler.state_dict()["engine"]
-            signs = engine["codes"].numpy()
-            total, _ = ordering.followed(total, z, signs[start:])
+            signs = engine["codes"].numpy()[start:]
+            totals = np.vstack([total, total + (signs[:, None] * z).cumsum(0)])
+            products, total = (totals[:-1] * z).sum(1), totals[-1]
+            sure = np.abs(products) > 1e-9 * (z**2).sum(1)
+            assert (signs == np.where(products < 0, 1, -1))[sure].all()
             np.testing.assert_allclose(engine["state"]["sums"][0], total, 1e-9, 1e-9)
-        assert set(signs) == {-1, 1}
+        assert set(engine["codes"].tolist()) == {-1, 1}
 
 
 @settings(max_examples=25)
@@ -101,7 +100,6 @@ def test_with_replacement_draws_anew():
 
 @each("name", INVARIANT)
 def test_batches_do_not_change_drawn_signs(name, monkeypatch):
-    """Among them are those of partners that came in an earlier batch."""
     orders, options = [], {"prob_balance": True, "prob_balance_c": 5.0}
     for products in (False, True):
         ordering.by_products(monkeypatch, products)
@@ -143,7 +141,6 @@ def test_what_is_not_finite_keeps_its_place(name, products, monkeypatch):
 @each("steps", [0, 3, *(pytest.param(n, marks=of_torch_alone) for n in (2, 6))])
 @each("name", ordering.ALL)
 def test_a_saved_run_goes_on_where_it_was(name, steps, tmp_path):
-    """As does what another process gets of it, whoever looks at the rest."""
     kind = KINDS[name]
     drawn = {"prob_balance": True, "prob_balance_c": 3.0}
     for options in ({}, drawn):
@@ -191,17 +188,13 @@ def returned_once(rank: int, placements: torch.Tensor) -> None:
     (torch.tensor([True, False, True]), r"returned True \(bool\)"),
     (torch.tensor([1, -1]), r"placements of shape \(2,\) for 3 samples"),
 ])  # fmt: skip
-@each("device", ["cpu", pytest.param("xla", marks=[pytest.mark.xla, needs_xla])])
-def test_placements_that_are_not_allowed_are_named(
-    monkeypatch, device, placements, message
-):
+@each("backend", [row("cpu", 1), row("xla", 1)])
+def test_bad_placements_are_named(monkeypatch, backend, placements, message):
     """On a CPU at once; elsewhere, where values are not read, when an epoch ends."""
     monkeypatch.setitem(BALANCE_TYPES, "returning", Returning)
     with pytest.raises((ValueError, xla_replica.ReplicaError), match=message):
-        xla_replica.launch(returned_once, (placements,), 1, device)
+        backend.run(returned_once, placements)
 
-
-# --- what an epoch costs on XLA -------------------------------------------------------
 
 RUNS = [
     *((name, {}) for name in BALANCING),
@@ -233,7 +226,7 @@ def count_epochs(rank: int) -> list[list]:
     return counted
 
 
-@pytest.mark.parametrize("backend", ONE_XLA_BACKEND)
+@each("backend", replicas.ONE_XLA_BACKEND)
 def test_steps_read_nothing_and_compile_nothing_new(backend):
     """The placements' transfer, as an epoch begins, does not cut a new program."""
     for replica in backend.run(count_epochs, timeout=120):
@@ -244,9 +237,6 @@ def test_steps_read_nothing_and_compile_nothing_new(backend):
                 assert steps.fallbacks == beginning.fallbacks == {}, (run, epoch)
                 compiled = steps.compilations + beginning.compilations
                 assert epoch == 0 or compiled == 0, (run, epoch)
-
-
-# --- the tree of pairs ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tie", TIES)
@@ -262,8 +252,8 @@ def test_blocks_are_sorted_as_by_the_oracle(size, has_thresholds, tie):
     sums, order = torch.zeros(size - 1, 5).double(), np.arange(3 * size)
     tree = RecursivePairBalance(batch_size=size)
     placements = tree.place_blocks(sums, rows, decide)
-    limits = limits.numpy() * has_thresholds
-    expected = ordering.recursive_pair(order, rows.numpy(), size, tie, limits)
+    options = {"size": size, "tie": tie, "limits": limits.numpy() * has_thresholds}
+    expected = ordering.recursive_pair(order, rows.numpy(), **options)
     assert reorder(order, placements.numpy(), size).tolist() == expected
 
 
@@ -284,8 +274,7 @@ def balanced(rank: int) -> tuple[list[torch.Tensor], str]:
     return replica.fetch(made), program
 
 
-@needs_xla
-@pytest.mark.xla
+@replicas.on_xla
 def test_on_xla_blocks_are_those_of_the_host_without_64_bits():
     (placements, sums), _ = balanced(0)
     [(found, program)] = xla_replica.launch(balanced, (), 1, "xla")

@@ -5,32 +5,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.grab_xla.ordering import by_products
+from support.grab_xla import ordering
 from support.kernels import Kernels
-from support.xla_replica.replicas import needs_xla
+from support.xla_replica.replicas import on_xla
 
 import xla_replica
-from grab_xla import GraBSampler
-from grab_xla import herding as herding_of
+from grab_xla import GraBSampler, herding
 from grab_xla.balancing import decisions
 from grab_xla.balancing.decisions import TIES, Decisions
 from grab_xla.balancing.prefix_sums import Herding
 from grab_xla.balancing.reordering import RoundRobinSharding, reorder, reorder_by_score
 from xla_replica import DeviceTraits
-
-
-def one_by_one(vectors, total, limits, tie_positive):
-    """Returns signs, computed from the vectors themselves."""
-    signs = []
-    for z, limit in zip(vectors, limits):
-        signs.append(0)
-        if np.isfinite(z).all():
-            product = total @ z
-            plus = product < limit or (tie_positive and product == limit)
-            signs[-1] = 1 if plus else -1
-            total = total + signs[-1] * z
-    return signs
-
 
 # Small integers: every inner product is exact, and ties are frequent.
 ROWS = st.lists(st.tuples(*[st.integers(-3, 3)] * 3), min_size=1, max_size=12)
@@ -43,12 +28,19 @@ def test_signs_are_those_of_the_loop(rows, tie_positive, walks, data):
     for row in data.draw(st.sets(st.integers(0, len(rows) - 1), max_size=2)):
         vectors[row, 1] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
     limits = [float(walks and data.draw(st.integers(-9, 9))) for _ in rows]
-    start = np.array([1.0, -2.0, 0.5])
+    total, expected = np.array([1.0, -2.0, 0.5]), []
     decide = Decisions(tie="positive" if tie_positive else "negative")
-    gram, products = decide.gram(*map(torch.from_numpy, (vectors, start[None])))
+    gram, products = decide.gram(*map(torch.from_numpy, (vectors, total[None])))
     thresholds = torch.tensor(limits).double() if walks else None
     signs = decide.signs(products[:, 0], gram, gram.diag().isfinite(), thresholds)
-    assert signs.tolist() == one_by_one(vectors, start, limits, tie_positive)
+    for z, limit in zip(vectors, limits):
+        expected.append(0)
+        if np.isfinite(z).all():
+            product = total @ z
+            plus = product < limit or (tie_positive and product == limit)
+            expected[-1] = 1 if plus else -1
+            total = total + expected[-1] * z
+    assert signs.tolist() == expected
 
 
 @pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")
@@ -59,14 +51,11 @@ def test_signs_are_those_of_the_loop(rows, tie_positive, walks, data):
 def test_groups_are_ordered_alike_by_products(
     balance_type, group_size, at_once, tie, options, monkeypatch
 ):
-    """Integers have exact products, some of which are ties.
-
-    Groups that are not finite keep their places.
-    """
+    """Also where some are not finite; integers have exact products, and ties."""
     orders, states = [], []
     size = 18 * group_size  # so that means are of 16 groups
     for products in (False, True):
-        by_products(monkeypatch, products)
+        ordering.by_products(monkeypatch, products)
         grab = GraBSampler(
             range(size), {"w": torch.zeros(7)}, balance_type, fidelity="group", tie=tie,
             group_size=group_size, dtype=torch.float64, **options,
@@ -88,7 +77,6 @@ def test_groups_are_ordered_alike_by_products(
 
 @pytest.mark.parametrize("correlation", [0.0, 0.3])
 def test_a_gpu_stops_soon_after_signs_have_settled(correlation, monkeypatch):
-    """It looks every 32 rounds, and a CPU after each."""
     rows, draw = 512, torch.Generator().manual_seed(0)
     z = torch.randn(rows, 600, generator=draw)
     z += correlation * torch.randn(600, generator=draw)
@@ -125,14 +113,11 @@ def compare_on_xla(rank: int) -> None:
     assert len(lengths) == 1
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 def test_a_compiled_backend_loops_on_the_device():
     """More rows are not more operations, for which the compiler would need longer."""
     xla_replica.launch(compare_on_xla, (), 1, "xla")
 
-
-# --- the next order from placements ---------------------------------------------------
 
 ORDER = np.array([10, 11, 12, 13, 14, 15, 16])
 
@@ -180,32 +165,17 @@ def test_replicas_are_dealt_equally_many_and_together_the_order(n, w, start):
 # --- herding --------------------------------------------------------------------------
 
 
-F64 = torch.float64
+def random_order(n: int, d: int, dtype=torch.float64) -> tuple[torch.Tensor, list[int]]:
+    """Returns vectors whose mean, which must not count, is far from zero; an order."""
+    draw = torch.Generator().manual_seed(0)
+    vectors = 3 + torch.randn(n, d, generator=draw, dtype=torch.float64)
+    return vectors.to(dtype), torch.randperm(n, generator=draw).tolist()
 
 
-def random_vectors(n: int, d: int, seed: int = 0, dtype=F64) -> torch.Tensor:
-    """Returns vectors with a mean far from zero, which must not count as herding."""
-    generator = torch.Generator().manual_seed(seed)
-    return (3 + torch.randn(n, d, generator=generator, dtype=F64)).to(dtype)
-
-
-def random_order(n: int, seed: int = 0) -> list[int]:
-    return torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def brute_force(
-    vectors: torch.Tensor, order: list[int], mean: torch.Tensor | None = None
-) -> tuple[float, float]:
-    """Sums every prefix again, one number at a time."""
-    rows, columns = vectors.tolist(), range(vectors.shape[1])
-    centre = [sum(row[c] for row in rows) / len(rows) for c in columns]
-    centre = centre if mean is None else mean.tolist()
-    prefixes = [
-        [sum(rows[i][c] - centre[c] for i in order[: k + 1]) for c in columns]
-        for k in range(len(order))
-    ]
-    infinity = max(abs(x) for prefix in prefixes for x in prefix)
-    return infinity, max(sum(x * x for x in prefix) ** 0.5 for prefix in prefixes)
+def by_prefixes(rows: np.ndarray, centre: np.ndarray) -> tuple[float, float]:
+    """Returns the largest number and the largest norm of sums of first rows."""
+    prefixes = (rows - centre).cumsum(0)
+    return np.abs(prefixes).max(), np.linalg.norm(prefixes, axis=1).max()
 
 
 def numbers(found: Herding) -> tuple[float, float]:
@@ -213,29 +183,45 @@ def numbers(found: Herding) -> tuple[float, float]:
     return found.infinity.item(), found.euclidean.item()
 
 
-@pytest.mark.parametrize("n", [1, 2, 17, 64])
-@pytest.mark.parametrize("d", [1, 5])
 @pytest.mark.parametrize("centre", [None, -1.0])
-def test_brute_force_agrees_and_a_nan_shows(n, d, centre):
-    vectors, order = random_vectors(n, d), random_order(n)
-    mean = None if centre is None else torch.full((d,), centre, dtype=F64)
-    for part in (torch.tensor(order[: (n + 1) // 2]), order):  # around all their mean
-        expected = brute_force(vectors, part, mean)
-        found = numbers(herding_of(vectors, part, mean))
-        assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
-    assert numbers(herding_of(vectors[order], mean=mean)) == pytest.approx(found)
+@pytest.mark.parametrize(("n", "d", "dtype", "few"), [
+    *((n, d, torch.float64, 1e-12) for n in (1, 2, 17, 64) for d in (1, 5)),
+    *((256, 3, dtype, 1e-5) for dtype in (torch.float32, torch.bfloat16, torch.half)),
+])  # fmt: skip
+def test_herding_is_that_of_prefixes_and_a_nan_shows(n, d, dtype, few, centre):
+    vectors, order = random_order(n, d, dtype)
+    mean = None if centre is None else torch.full((d,), centre, dtype=dtype)
+    rows = vectors.double().numpy()
+    around = rows.mean(0) if centre is None else centre
+    for part in (order[: (n + 1) // 2], order):  # around all their mean
+        found = herding(vectors.clone().requires_grad_(), torch.tensor(part), mean)
+        assert found.infinity.dtype == found.euclidean.dtype
+        assert found.infinity.dtype == torch.promote_types(dtype, torch.float32)
+        assert not found.infinity.requires_grad
+        expected = by_prefixes(rows[part], around)
+        assert numbers(found) == pytest.approx(expected, rel=few, abs=1e-12)
+    again = herding(vectors[order], list(range(n)), mean)
+    assert numbers(again) == numbers(herding(vectors[order], mean=mean))
+    assert numbers(again) == pytest.approx(expected, rel=few, abs=1e-12)
     vectors[order[-1], 0] = torch.nan
-    assert all(x != x for x in numbers(herding_of(vectors, mean=mean)))
+    assert all(x != x for x in numbers(herding(vectors, mean=mean)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_narrow_vectors_are_summed_in_float32(dtype):
-    vectors, order = random_vectors(256, 3, dtype=dtype), random_order(256)
-    found = herding_of(vectors.clone().requires_grad_(), order)
-    assert found.infinity.dtype == found.euclidean.dtype == torch.float32
-    assert not found.infinity.requires_grad
-    expected = brute_force(vectors, order)
-    assert numbers(found) == pytest.approx(expected, rel=1e-5)
+@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("name", ["mean", "norm", "rr"])
+def test_that_of_an_epoch_is_around_its_own_mean_or_the_last_one(name, stale):
+    options = {"record_herding": True, "stale_mean_herding": stale}
+    sampler = ordering.KINDS[name].sampler(**options, record_norm=True)
+    before = np.zeros(ordering.NUM_PARAMETERS)
+    for epoch in range(3):
+        assert sampler.sorter.herding == -np.inf or epoch
+        rows = ordering.gradients(epoch)[ordering.run_epoch(sampler, epoch, 6)].numpy()
+        expected = by_prefixes(rows, before if stale else rows.mean(0))
+        before = rows.mean(0)
+        found = sampler.sorter.herding, sampler.sorter.avg_grad_error
+        assert found == pytest.approx(expected)
+        norms = np.linalg.norm(rows, axis=1)
+        assert sampler.sorter.grad_norms == pytest.approx(norms)
 
 
 ONES = torch.ones(3, 2)
@@ -251,4 +237,4 @@ ONES = torch.ones(3, 2)
 ])  # fmt: skip
 def test_what_is_no_order_of_vectors_is_refused(given, error, message):
     with pytest.raises(error, match=message):
-        herding_of(*given)
+        herding(*given)

@@ -23,7 +23,6 @@ def vectors(n: int, d: int, mean: float = 0.0) -> torch.Tensor:
 
 @pytest.mark.parametrize("rounds", [1, 16])
 def test_the_fixed_order_balances_the_rows_of_the_kernel(rounds):
-    """By the algorithm as published, with the vectors; nothing given is changed."""
     features = vectors(200, 8, mean=1.0)
     kernel = features @ features.T
     draw = np.random.default_rng(0)
@@ -103,6 +102,8 @@ def test_matrices_are_square_and_finite(order, bad):
 
 
 SAMPLES = 21
+INPUTS, TARGETS = samples(SAMPLES)
+DATA = TensorDataset(INPUTS.unflatten(1, (2, 3)), TARGETS)
 
 
 def mlp(dtype=F64, norm=nn.BatchNorm1d) -> nn.Module:
@@ -116,40 +117,34 @@ def mlp(dtype=F64, norm=nn.BatchNorm1d) -> nn.Module:
     return model.to(dtype).eval()
 
 
-def dataset() -> TensorDataset:
-    inputs, targets = samples(SAMPLES)
-    return TensorDataset(inputs.unflatten(1, (2, 3)), targets)
-
-
-def given(model: nn.Module, data=None, loss_fn=cross_entropy) -> tuple:
+def given(model: nn.Module, data=DATA, loss_fn=cross_entropy) -> tuple:
     """Returns the arguments of `per_sample_gradients` that have no default."""
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    return model, params, buffers, loss_fn, dataset() if data is None else data
+    return model, params, buffers, loss_fn, data
 
 
-def gradients_by_autograd(model, loss_fn=cross_entropy, data=None) -> torch.Tensor:
-    losses = (loss_fn(model(x[None]), y[None]) for x, y in data or dataset())
+def gradients_by_autograd(model, data=DATA, loss_fn=cross_entropy) -> torch.Tensor:
+    losses = (loss_fn(model(x[None]), y[None]) for x, y in data)
     return flat(loop(losses, model.parameters()))
 
 
 @pytest.mark.parametrize("loss_fn", [cross_entropy, mse_loss])
 @pytest.mark.parametrize("batch_size", [1, 8, SAMPLES, 128])
 def test_gradients_are_those_of_autograd(batch_size, loss_fn):
-    model, data = mlp(), dataset()
+    model, data = mlp(), DATA
     if loss_fn is mse_loss:
-        data = TensorDataset(data.tensors[0], data.tensors[0][:, 0] / 2)
+        data = TensorDataset(DATA.tensors[0], INPUTS[:, :3] / 2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     drawn = torch.random.get_rng_state()
     found = ntk.per_sample_gradients(*given(model, data, loss_fn), batch_size, F64)
     assert torch.equal(torch.random.get_rng_state(), drawn)
     assert not found.requires_grad
-    torch.testing.assert_close(found, gradients_by_autograd(model, loss_fn, data))
+    torch.testing.assert_close(found, gradients_by_autograd(model, data, loss_fn))
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_frozen_and_unused_parameters_have_columns_too():
-    """Whether gradients are enabled where it is called makes no difference."""
     model = mlp()
     expected = gradients_by_autograd(model)
     model[1].requires_grad_(False)

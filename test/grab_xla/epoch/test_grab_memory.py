@@ -51,7 +51,6 @@ def sampler_of(name: str, **options) -> GraBSampler:
 @pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize("name", BALANCING)
 def test_a_step_does_not_copy_its_gradients(name, products, monkeypatch):
-    """Some have to look at all of them before they balance the first."""
     ordering.by_products(monkeypatch, products)
     peak = peak_of_step(sampler_of(name), gradients())
     most = 1.5 if BALANCE_TYPES[KINDS[name].name].piece_size is None else 0.9
@@ -66,7 +65,6 @@ def test_gradients_that_must_be_converted_are_not_copied_either():
 
 @pytest.mark.parametrize("name", ["mean", "batch"])
 def test_a_projection_saves_memory(name):
-    """The state counts, too."""
     totals = []
     for projection in ("none", "kron"):
         sampler = sampler_of(name, pi_eps=0.5, random_projection=projection)
@@ -78,7 +76,6 @@ def test_a_projection_saves_memory(name):
 
 @pytest.mark.parametrize("name", ["ema", "mean"])
 def test_a_projection_is_formed_once_in_a_step(name, monkeypatch):
-    """Also where the balance type looks at a step before it is balanced."""
     formed = []
     project = per_sample_grad.Projection.of
 
@@ -87,15 +84,13 @@ def test_a_projection_is_formed_once_in_a_step(name, monkeypatch):
         return project(self, name, uses, budget)
 
     monkeypatch.setattr(per_sample_grad.Projection, "of", counted)
-    sampler = sampler_of(name, pi_eps=0.5, random_projection="kron")
-    list(sampler)
+    list(sampler := sampler_of(name, pi_eps=0.5, random_projection="kron"))
     sampler.step(gradients())
     assert sum(formed) == BATCH * len(SHAPES)
 
 
 def test_an_epoch_begins_without_a_copy_of_the_accumulators():
-    sampler = GraBSampler(range(BATCH), PARAMETERS, "recursive")
-    list(sampler)
+    list(sampler := GraBSampler(range(BATCH), PARAMETERS, "recursive"))
     sampler.step(gradients())
     assert peak_memory(lambda: list(sampler)) <= 3 * NUM_BYTES
 
@@ -109,7 +104,6 @@ def test_an_epoch_begins_without_a_copy_of_the_accumulators():
 ])  # fmt: skip
 @pytest.mark.parametrize("name", BALANCING)
 def test_pieces_change_rounding_only(name, options, few, products, monkeypatch):
-    """Of projections, and of sums over a step's pieces."""
     ordering.by_products(monkeypatch, products)
     found, states = [], []
     for numbers in (10**6, 1, 4 * ordering.NUM_PARAMETERS):
@@ -131,29 +125,27 @@ def test_a_state_has_the_vectors_that_the_pages_table_says(name):
     rows = re.findall(row, read("docs/grab_xla.md"))
     told = {each: held for types, held in rows for each in re.findall("`(.*?)`", types)}
     assert told.keys() == BALANCE_TYPES.keys()
-    sampler = KINDS[name].sampler()
-    most = 0
+    kind, most = KINDS[name], 0
+    sampler = kind.sampler()
     for epoch in range(2):
         order = list(sampler)
         for batch in ordering.batches(order, 5):
             ordering.take_steps(sampler, epoch, batch, 5)
             state = sampler.state_dict()["engine"]["state"].values()
             most = max(most, sum(len(value) for value in state if value.dim() == 2))
-    kind = KINDS[name]
     options = {"orders": order} if kind.name == "fixed" else kind.options
-    ordering_of = BALANCE_TYPES[kind.name](**options)
-    assert most == eval(told[kind.name], dataclasses.asdict(ordering_of))
+    fields = dataclasses.asdict(BALANCE_TYPES[kind.name](**options))
+    assert most == eval(told[kind.name], fields)
 
 
 def test_herding_copies_some_vectors_at_a_time(monkeypatch):
-    """That of an epoch in one step takes the step's vectors twice more."""
     monkeypatch.setattr(prefix_sums, "_PIECE", 2**12)
     vectors = torch.randn(BATCH, 1000)
     for order in (None, list(range(BATCH))[::-1]):
         peak = peak_memory(lambda order=order: herding(vectors, order))
         assert peak <= 0.5 * vectors.nbytes
-    sampler = GraBSampler(range(BATCH), {"w": torch.zeros(1000)}, record_herding=True)
-    list(sampler)
+    parameters = {"w": torch.zeros(1000)}
+    list(sampler := GraBSampler(range(BATCH), parameters, record_herding=True))
     sampler.step({"w": vectors})
     assert peak_memory(lambda: sampler.sorter.herding) <= 2.2 * vectors.nbytes
 

@@ -5,6 +5,7 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from support.grab_xla import ordering
 from support.grab_xla.ordering import KINDS
 from support.xla_replica.replicas import of_torch_alone
@@ -16,7 +17,6 @@ from xla_replica.device.loader import DeviceLoader
 N, BATCH = 22, 4  # six batches, the last one of two samples
 LEFT = "only 0 are left of this epoch .* evaluate in the middle of an epoch with a"
 TOLD = f"{LEFT}|samples of epoch \\d were drawn, and \\d+ had a step"
-
 
 LOADERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -30,16 +30,36 @@ WITH_WORKERS_ONCE = [
     pytest.param(kind, marks=[of_torch_alone] * ("num_workers" in options))
     for kind, options in LOADERS.items()
 ]
+MORE_LOADERS: dict[str, dict[str, Any]] = {
+    "single samples": {"batch_size": 1},
+    "unbatched": {"batch_size": None},
+    "unbatched, by a worker": {"batch_size": None, "num_workers": 1},
+    "persistent workers": {"num_workers": 2, "persistent_workers": True},
+    "several sizes": {"num_workers": 1},
+}
+
+
+class SeveralSizes:
+    def __init__(self, sampler: GraBSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self):
+        samples, sizes = iter(self.sampler), itertools.cycle([4, 7, 1, 9])
+        while batch := list(itertools.islice(samples, next(sizes))):
+            yield batch
 
 
 def loader_of(sampler: GraBSampler, kind: str = "plain") -> DataLoader | DeviceLoader:
-    samples = range(sampler.num_samples)
-    loader = DataLoader(samples, BATCH, sampler=sampler, **LOADERS[kind])
+    batches: dict[str, Any] = {"batch_size": BATCH, "sampler": sampler}
+    if kind == "several sizes":
+        batches = {"batch_sampler": SeveralSizes(sampler)}
+    options = batches | (LOADERS | MORE_LOADERS)[kind]
+    loader = DataLoader(range(sampler.num_samples), **options)
     return DeviceLoader(loader, lambda x: x) if kind == "device loader" else loader
 
 
-def ordered(kind: str = "plain", name: str = "mean") -> tuple[GraBSampler, Any]:
-    return (sampler := KINDS[name].sampler(N)), loader_of(sampler, kind)
+def ordered(kind: str = "plain") -> tuple[GraBSampler, Any]:
+    return (sampler := KINDS["mean"].sampler(N)), loader_of(sampler, kind)
 
 
 def step(sampler: GraBSampler, batch, epoch: int, **options) -> None:
@@ -53,11 +73,11 @@ def train(kind: str, at=None, when=None, between=list) -> list[list[int]]:
     for epoch in range(3):
         seen.append([])
         for place, batch in enumerate(loader):
-            for moment in ("before", "after"):
-                if moment == "after":
-                    step(sampler, batch, epoch)
-                if (epoch, place, when) == (0, at, moment):
-                    between(loader)
+            if (epoch, place, when) == (0, at, "before"):
+                between(loader)
+            step(sampler, batch, epoch)
+            if (epoch, place, when) == (0, at, "after"):
+                between(loader)
             seen[-1] += batch.tolist()
     return seen
 
@@ -115,16 +135,6 @@ def test_a_pass_does_not_go_on_after_another_state_is_loaded():
     assert sampler.num_seen == N
 
 
-def test_passes_that_need_no_gradients_are_told_apart_too():
-    sampler, loader = ordered(name="rr")
-    first = iter(loader)
-    for _ in range(2):
-        step(sampler, next(first), 0)
-    list(loader)
-    with pytest.raises(ValueError, match=LEFT):
-        step(sampler, next(first), 0)
-
-
 # From a batch's number and samples to those of its steps, where some have none, or two.
 LEFT_OUT = {
     "one of every batch": lambda number, batch: [batch[1:]],
@@ -138,10 +148,13 @@ LONG = 80  # samples, of which "workers" draw 20 before the first step
 
 @pytest.mark.parametrize("left_out", LEFT_OUT)
 @pytest.mark.parametrize("name", ["plain", "drop_last", "workers"])
-@pytest.mark.parametrize("num_samples", [LONG, LONG - 1])
-def test_steps_that_are_not_those_of_all_samples_are_told(name, left_out, num_samples):
-    """Later steps were taken for those of other samples."""
-    sampler = KINDS["mean"].sampler(num_samples)
+@pytest.mark.parametrize(("kind", "num_samples"), [
+    ("mean", LONG), ("mean", LONG - 1), ("rr", LONG),
+])  # fmt: skip
+def test_steps_that_are_not_those_of_all_samples_are_told(
+    name, left_out, kind, num_samples
+):
+    sampler = KINDS[kind].sampler(num_samples)
 
     def run() -> None:
         for number, batch in enumerate(loader_of(sampler, name)):
@@ -154,35 +167,28 @@ def test_steps_that_are_not_those_of_all_samples_are_told(name, left_out, num_sa
         run()
 
 
-SIZES = [4, 12, 4, 4, 7, 12, 4, 1, 9, 4, 16]
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_batches_of_several_sizes_may_be_drawn_ahead(num_workers):
-    class Batches:
-        def __iter__(self):
-            samples, sizes = iter(sampler), itertools.cycle(SIZES)
-            while batch := list(itertools.islice(samples, next(sizes))):
-                yield batch
-
-    sampler, options = KINDS["mean"].sampler(LONG * 3), {"num_workers": num_workers}
-    loader = DataLoader(range(LONG * 3), batch_sampler=Batches(), **options)
-    for epoch in range(2):
-        for batch in loader:
-            step(sampler, batch, epoch)
-        assert sampler.num_seen == LONG * 3
-
-
-@pytest.mark.parametrize("pieces", [1, 2, 4])
-@pytest.mark.parametrize("name", LOADERS)
-def test_batches_may_have_several_steps(name, pieces):
-    sampler = KINDS["mean"].sampler(N)
-    # What drop_last leaves out is more than one of these steps has.
+@pytest.mark.parametrize("kind", [*LOADERS, *MORE_LOADERS])
+@pytest.mark.parametrize(("pieces", "gives_indices"), [
+    (1, True), (1, False), (2, False), (4, False),
+])  # fmt: skip
+def test_every_kind_of_loader_with_one_or_several_steps_for_a_batch(
+    kind, pieces, gives_indices
+):
+    (sampler, loader), seen = ordered(kind), []
     told = contextlib.nullcontext()
-    if name == "drop_last" and pieces > 1:
+    if kind == "drop_last" and pieces > 1:  # it leaves out more than a step has
         told = pytest.warns(GraBWarning, match="22 samples .*and 20 had a step")
     with told:
         for epoch in range(3):
-            for batch in loader_of(sampler, name):
-                for part in batch.chunk(pieces):
-                    step(sampler, part, epoch)
+            seen.append([])
+            for batch in loader:
+                for part in torch.as_tensor(batch).reshape(-1).chunk(pieces):
+                    step(sampler, part, epoch, indices=part if gives_indices else None)
+                    seen[-1] += part.tolist()
+    if kind == "drop_last":  # what it drops comes next time
+        assert [len(set(epoch)) for epoch in seen] == [20] * 3
+        for epoch, following in itertools.pairwise(seen):
+            assert set(range(N)) - set(epoch) <= set(following)
+    else:
+        expected = KINDS["mean"].sampler(N)
+        assert [ordering.run_epoch(expected, e, N) for e in range(3)] == seen

@@ -7,6 +7,7 @@ import weakref
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from support.grab_xla import ordering, training
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 from grab_xla import BALANCE_TYPES, Balancer, GraBSampler, GraBWarning
 from per_sample_grad import CoverageError
 
-N, GROUP, EPOCHS = 26, 4, 5
+N, GROUP = 26, 4
 
 
 def batch_norm_model() -> nn.Module:
@@ -53,20 +54,30 @@ def whole_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([each.flatten() for each in dense])
 
 
-def trained(balance: str, accumulated: int = 1, how: str = "recorded", **options):
-    """Returns every epoch's groups, and the oracle's, by materialised mean gradients.
+def mean_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return losses_of(model, batch).mean()
 
-    Asserts that ``.grad`` and statistics are those of an ordinary backward pass.
-    """
 
-    def mean_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return losses_of(model, batch).mean()
+def following(balance: str, rows: np.ndarray, centre: np.ndarray) -> list[int]:
+    """Returns the oracle's next order of groups, whose mean gradients are rows."""
+    numbers = list(range(len(rows)))
+    if balance == "recursive-pair":
+        return ordering.recursive_pair(numbers, rows, size=2)
+    return ordering.KINDS[balance].oracle(numbers, rows, centre, None)
 
+
+@pytest.mark.parametrize("how", ["recorded", "mean loss", "given"])
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("balance", ["mean", "pair", "recursive-pair"])
+def test_groups_are_ordered_by_gradients_of_ordinary_passes(balance, accumulated, how):
+    """Also ``.grad`` and statistics are those of an ordinary backward pass."""
+    options = {"batch_size": 2} if balance == "recursive-pair" else {}
     model = batch_norm_model()
-    grab, params = grouped(model, balance, **options), dict(model.named_parameters())
+    params = dict(model.named_parameters())
+    grab = grouped(model, balance, **options)
     optimizer = torch.optim.SGD(params.values(), 0.1, momentum=0.9)
     orders, expected, groups, centre = [], [], [], 0.0
-    for _ in range(EPOCHS):
+    for _ in range(5):
         batches, rows = [], []
         for number, batch in enumerate(DataLoader(range(N), GROUP, sampler=grab)):
             batches.append(batch.tolist())
@@ -88,23 +99,10 @@ def trained(balance: str, accumulated: int = 1, how: str = "recorded", **options
         orders.append(batches)
         expected.append(groups := [*(groups or batches)[:-1], orders[0][-1]])
         rows = torch.stack(rows[:-1]).numpy()
-        numbers = list(range(len(rows)))
-        if balance == "recursive-pair":
-            following = ordering.recursive_pair(numbers, rows, 2)
-        else:
-            following = ordering.ORACLES[balance](numbers, rows, centre, None)
-        centre, groups = rows.mean(0), [groups[i] for i in [*following, -1]]
-    assert len(set(map(str, orders))) > 2
-    return orders, expected
-
-
-@pytest.mark.parametrize("how", ["recorded", "mean loss", "given"])
-@pytest.mark.parametrize("accumulated", [1, 3])
-@pytest.mark.parametrize("balance", ["mean", "pair", "recursive-pair"])
-def test_groups_are_ordered_by_gradients_of_ordinary_passes(balance, accumulated, how):
-    options = {"batch_size": 2} if balance == "recursive-pair" else {}
-    orders, expected = trained(balance, accumulated, how, **options)
+        groups = [groups[i] for i in [*following(balance, rows, centre), -1]]
+        centre = rows.mean(0)
     assert orders == expected
+    assert len(set(map(str, orders))) > 2
 
 
 class Network(nn.Module):
@@ -122,15 +120,11 @@ class Network(nn.Module):
         return self.first(x).square().mean(1)
 
 
-def sums(grab: GraBSampler) -> torch.Tensor:
-    """Returns the signed sum, and that of what is balanced."""
-    return grab.state_dict()["engine"]["state"]["sums"]
-
-
 def row_of(grab: GraBSampler, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    before = sums(grab)[-1]
+    """Returns what a step adds to the sum of all rows, which is the last one."""
+    before = grab.state_dict()["engine"]["state"]["sums"][-1]
     training.balance(grab, model, model, batch)
-    return sums(grab)[-1] - before
+    return grab.state_dict()["engine"]["state"]["sums"][-1] - before
 
 
 def test_shared_sparse_and_unused_parameters_are_balanced():
@@ -203,7 +197,6 @@ def test_rows_that_somebody_keeps_do_not_change(monkeypatch):
 
 @pytest.mark.parametrize("stop", [2, 6, 7])
 def test_a_state_goes_on_after_any_group(stop):
-    """The seventh is the smaller one."""
 
     def run(grab, batches) -> list[list[int]]:
         for batch in batches:

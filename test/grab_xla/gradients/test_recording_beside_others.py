@@ -7,17 +7,15 @@ import pytest
 import torch
 from support.grab_xla import training
 from support.grab_xla.training import balance, cross_entropies, sampler_of
-from support.xla_replica.replicas import Backend, needs_xla
+from support.rigl_xla import sparse
+from support.xla_replica.replicas import Backend, row
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, TensorDataset
 
 import per_sample_grad as psg
 import xla_replica
 from grab_xla import GraBSampler
 from grab_xla.gradients.row_copies import flattened, interleaved
-from rigl_xla import RigLScheduler
 
 N, BATCH, EPOCHS = 24, 8, 4
 
@@ -28,10 +26,8 @@ def beside(what: str, how: str) -> tuple[list, list, list[float]]:
     model, seen, pruner = training.mlp(dtype), [], None
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     if what == "masks":
-        pruner = RigLScheduler(
-            model, optimizer, dense_allocation=0.3, T_end=12, delta=3,
-            ignore_linear_layers=False, dense_first=False,
-        )  # fmt: skip
+        options = {"dense_allocation": 0.3, "T_end": 12, "dense_first": False}
+        pruner = sparse.pruned(model, optimizer, **options)
 
     def halve(parameter: torch.Tensor) -> None:
         seen.append(float(parameter.grad.sum()))
@@ -42,7 +38,7 @@ def beside(what: str, how: str) -> tuple[list, list, list[float]]:
 
     def losses_of(*given) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast"):
-            return training.cross_entropies(*given)
+            return cross_entropies(*given)
 
     def update() -> None:
         if what == "clipping":
@@ -61,10 +57,6 @@ def beside(what: str, how: str) -> tuple[list, list, list[float]]:
 @pytest.mark.parametrize("from_samples", [False, True])
 @pytest.mark.parametrize("what", ["clipping", "hooks", "masks", "autocast"])
 def test_others_see_the_gradients_of_an_ordinary_pass(what, from_samples):
-    """Orders are those of gradients that were formed; weights are equal to the bit.
-
-    They are equal up to rounding where ``.grad`` is made from gradients of samples.
-    """
     orders, *found = beside(what, "from samples" if from_samples else "recorded")
     expected, *others = beside(what, "formed")
     assert orders == expected
@@ -77,53 +69,38 @@ def test_others_see_the_gradients_of_an_ordinary_pass(what, from_samples):
     torch.testing.assert_close(found, others, **few)
 
 
-def trained(
-    called, recorded, named, passes: int, from_samples: bool = False, **options
-) -> tuple[list, list]:
-    """Returns orders and weights of training with some backward passes per update."""
-    dataset = TensorDataset(*training.samples())
-    grab, parameters = training.sampler_of(named, **options), list(called.parameters())
-    optimizer = torch.optim.SGD(parameters, 0.1)
-    num_samples = BATCH // (passes * xla_replica.current().num_replicas)
-    orders = []
-    for _ in range(EPOCHS):
-        for number, batch in enumerate(DataLoader(dataset, num_samples, sampler=grab)):
-            given = training.cross_entropies, called, *batch
-            training.balance(grab, recorded, *given, from_samples=from_samples)
-            if (number + 1) % passes == 0:
-                for parameter in parameters:
-                    parameter.grad /= passes
-                optimizer.step()
-                optimizer.zero_grad()
-        orders.append(grab.order.tolist())
-    return orders, [p.detach().clone() for p in parameters]
+def trained(model, called, passes: int, how="recorded", **options) -> tuple[list, list]:
+    """Returns orders and weights of training by calls of a model or its wrapper."""
+    size = BATCH // (passes * xla_replica.current().num_replicas)
+    options |= {"epochs": EPOCHS, "size": size, "passes": passes}
+    options["losses_of"] = lambda _, x, y: cross_entropies(called, x, y)
+    orders = training.ordered(model, training.samples(), how, **options)
+    return orders, [p.detach() for p in model.parameters()]
 
 
+FROM_SAMPLES = {"how": "from samples"}
 GROUPS = {"fidelity": "group", "group_size": BATCH // 2}
 
 
 def under_ddp(rank: int) -> list[tuple[list, list]]:
-    model = training.mlp()
-    wrapper = DistributedDataParallel(model)
-    for recorded, named in ((model, wrapper), (wrapper, model)):
-        with pytest.raises(ValueError, match="names and the model from one of the two"):
-            trained(wrapper, recorded, named, 1)
     found = []
-    for options in ({}, {"from_samples": True}, GROUPS):
+    for options in ({}, FROM_SAMPLES, GROUPS):
         for is_wrapped in (False, True):
             model = training.mlp()
-            wrapper = DistributedDataParallel(model)
-            named = wrapper if is_wrapped else model
-            found.append(trained(wrapper, named, named, 1, **options))
+            wrapper = nn.parallel.DistributedDataParallel(model)
+            named, other = (wrapper, model) if is_wrapped else (model, wrapper)
+            with pytest.raises(ValueError, match="names and the model from one of"):
+                sampler_of(named).record(other)
+            found.append(trained(named, wrapper, 1, **options))
     return found
 
 
 def test_ddp_orders_and_trains_as_one_process_does():
     """The names are those of the model, or of the wrapper, but not of both."""
     alone = []
-    for passes, options in ((1, {}), (1, {}), (2, GROUPS)):
+    for passes, options in ((1, {}), (1, FROM_SAMPLES), (2, GROUPS)):
         model = training.mlp()
-        alone += [trained(model, model, model, passes, **options)] * 2
+        alone += [trained(model, model, passes, **options)] * 2
         assert len(set(map(tuple, alone[-1][0]))) > 2  # there are only six groups
     for outcomes in Backend("cpu", 2).run(under_ddp):
         for (orders, values), expected in zip(outcomes, alone, strict=True):
@@ -132,21 +109,21 @@ def test_ddp_orders_and_trains_as_one_process_does():
 
 
 def refused(rank: int) -> None:
-    model = training.mlp()
-    torch.distributed.fsdp.fully_shard(
-        model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-    )
+    model, norms = training.mlp(), psg.per_sample_grad_norms
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    torch.distributed.fsdp.fully_shard(model, mesh=mesh)
     parameters = dict(model.named_parameters())
-    names = "^GraBSampler: '0.weight', '0.bias', '2.weight' and 1 .*"
-    says = "are DTensors, sharded as by FSDP2's fully_shard.*"
-    with pytest.raises(TypeError, match=f"(?s){names}{says}order such as 'rr'"):
-        GraBSampler(range(N), parameters)
     list(GraBSampler(range(N), parameters, "rr"))
-    says = rf"(?s){says}leave these out \(params=\)"
-    with pytest.raises(TypeError, match=says):
-        psg.capture(model)
-    with pytest.raises(TypeError, match=says):
-        psg.per_sample_grad_norms(model, training.cross_entropies, training.samples(4))
+    names = "^GraBSampler: '0.weight', '0.bias', '2.weight' and 1 .*"
+    left_out = r"leave these out \(params=\)"
+    for call, begins, ends in [
+        (lambda: GraBSampler(range(N), parameters), names, "order such as 'rr'"),
+        (lambda: psg.capture(model), "", left_out),
+        (lambda: norms(model, cross_entropies, training.samples(4)), "", left_out),
+    ]:
+        says = "are DTensors, sharded as by FSDP2's fully_shard.*"
+        with pytest.raises(TypeError, match=f"(?s){begins}{says}{ends}"):
+            call()
 
 
 def test_sharded_models_are_refused_at_construction():
@@ -191,10 +168,8 @@ def recorded_step(network: nn.Module, grab: GraBSampler, **options) -> int:
     """Returns how many gradients of weights the second of two passes has formed."""
     for mode in (contextlib.nullcontext(), WeightGradients()):
         network.zero_grad()
-        with grab.record(network):
-            losses = cross_entropies(network, X, Y)
         with mode:
-            grab.backward(losses, **options)
+            balance(grab, network, cross_entropies, network, X, Y, **options)
     return mode.count
 
 
@@ -256,25 +231,20 @@ def test_sums_without_a_pass_of_their_own_are_refused():
 
 # 36 rows are joined four at a time, 35 one at a time.
 SHAPES = [(3,), (3, 5), (3, 7, 5), (3, 36, 5), (2, 35, 3), (2, 48, 1), (2, 32, 3, 3)]
-DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-VALUES = [
-    torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
-    for shape, dtype in zip(SHAPES, itertools.cycle(DTYPES))
-]
+DTYPES = itertools.cycle((torch.float32, torch.float64, torch.bfloat16))
+VALUES = [torch.randn(shape).to(dtype) for shape, dtype in zip(SHAPES, DTYPES)]
 CUBES = [each for each in VALUES if each.dim() == 3]
 
 
-def copies(rank: int) -> list[torch.Tensor]:
+def copies(rank: int, values, cubes) -> list[torch.Tensor]:
     replica = xla_replica.current()
-    found = [flattened(each) for each in replica.send(VALUES)]
-    return replica.fetch([*found, *map(interleaved, replica.send(CUBES))])
+    found = [flattened(each) for each in replica.send(values)]
+    return replica.fetch([*found, *map(interleaved, replica.send(cubes))])
 
 
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("xla", marks=[needs_xla, pytest.mark.xla])]
-)
-def test_copies_are_those_of_a_reshape(device):
+@pytest.mark.parametrize("backend", [row("cpu", 1), row("xla", 1)])
+def test_copies_are_those_of_a_reshape(backend):
     expected = [each.reshape(len(each), -1) for each in VALUES]
     expected += [each.transpose(0, 1).flatten(0, 1) for each in CUBES]
-    [found] = xla_replica.launch(copies, (), 1, device)
+    [found] = backend.run(copies, VALUES, CUBES)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -6,9 +6,7 @@ import pickle
 import pytest
 import torch
 from support.rigl_xla import sparse
-from support.rigl_xla.sparse import pruned
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from rigl_xla import RigLScheduler, weights_of
 from rigl_xla.contrib import rigl_torch
@@ -47,16 +45,6 @@ def test_parameters_that_are_replaced_are_an_error(skip_step):
         pruner()
 
 
-def test_close_lets_go():
-    model, optimizer, pruner = sparse.sparse_convnet()
-    with pruner, pytest.raises(ValueError, match="another RigLScheduler: close"):
-        sparse.pruned(model, optimizer)
-    sparse.backward(model, 0)
-    optimizer.step()
-    assert (model[5].weight != 0).float().mean() > 0.5  # no more than 0.2 before
-    sparse.pruned(model, optimizer).close()
-
-
 @pytest.mark.parametrize("options", [{}, {"dense_allocation": 1}])
 def test_a_closed_pruner_does_nothing_until_it_loads_a_state(options):
     model, optimizer, pruner = sparse.sparse_convnet(**options)
@@ -68,6 +56,9 @@ def test_a_closed_pruner_does_nothing_until_it_loads_a_state(options):
     assert (pruner.step, pruner.rigl_steps) == (1, 0)
     assert sparse.equal(before, model.state_dict())
     assert sparse.equal(masks, pruner.masks)
+    sparse.backward(model, 0)
+    optimizer.step()
+    assert (model[5].weight != 0).float().mean() > 0.5  # no more than 0.2 before
     model[2].weight = nn.Parameter(model[2].weight.detach().clone())
     assert pruner()
     pruner = sparse.pruned(model, **options)
@@ -114,7 +105,7 @@ def test_a_copy_of_the_model_alone_has_no_hooks_that_reach_the_original():
     model, _, pruner = sparse.sparse_convnet(delta=1)
     copies = [how(model) for how in (copy.deepcopy, unpickled)]
     copies.append(sparse.through_a_file(model, weights_only=False))
-    for other in [AveragedModel(model).module, *copies]:
+    for other in [torch.optim.swa_utils.AveragedModel(model).module, *copies]:
         assert sparse.equal(other.state_dict(), model.state_dict())
         sparse.backward(other, 0)
         for name, mask in pruner.masks.items():
@@ -144,16 +135,13 @@ def test_a_model_whose_pruner_went_out_of_scope_can_be_pruned_again(skip_step):
     assert int(mask.sum()) == 2048
 
 
-def test_memory_is_shared_throughout():
+def test_masks_keep_their_memory_and_follow_parameters_to_another_device():
     model, optimizer, pruner = sparse.sparse_convnet()
     both = model[5].weight.detach(), pruner.masks["5.weight"]
     sparse.train(model, optimizer, pruner, range(7))
     assert both[0].data_ptr() == model[5].weight.data_ptr()
     assert both[1].data_ptr() == pruner.masks["5.weight"].data_ptr()
-
-
-def test_masks_and_their_past_follow_a_parameter_to_its_device():
-    [layer, *_] = sparse.sparse_convnet()[2]._layers
+    [layer, *_] = pruner._layers
     mask = layer.mask
     layer.follow(torch.device("cpu"))
     assert layer.mask is mask
@@ -189,7 +177,6 @@ def test_no_other_layer_is_kept_dense_for_an_excluded_first_one(distribution):
 
 @pytest.mark.parametrize("distribution", ["uniform", "erk"])
 def test_each_layer_begins_with_its_highest_scores(distribution):
-    """Here those by which SNIP chooses, and magnitudes."""
     model, options = sparse.convnet(), {"sparsity_distribution": distribution}
     sparse.backward(model, 0)
     expected = sparse.counts(sparse.sparse_convnet(**options)[2])
@@ -200,19 +187,6 @@ def test_each_layer_begins_with_its_highest_scores(distribution):
         assert sparse.counts(pruner) == expected
         for name, mask in pruner.masks.items():
             assert scores[name][mask].min() >= scores[name][~mask].max()
-
-
-@pytest.mark.parametrize("structure", ["2:4", "constant-fan-in"])
-def test_patterns_are_filled_by_score(structure):
-    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8))
-    scores = {f"{i}.weight": torch.rand(model[i].weight.shape) for i in range(2)}
-    dense = 0.25 if structure == "constant-fan-in" else 1
-    options = {"initial_masks": scores, "exclude": "1", "dense_first": False}
-    options |= {"dense_allocation": dense, "structure": structure}
-    mask = sparse.pruned(model, **options).masks["0.weight"]
-    mask = mask.reshape(-1, 8 if dense == 0.25 else 4)
-    best = scores["0.weight"].reshape(mask.shape).topk(2).indices
-    assert torch.equal(mask, torch.zeros_like(mask).scatter(1, best, True))
 
 
 # --- which weights are made sparse ----------------------------------------------------
@@ -230,10 +204,8 @@ class Everything(nn.Module):
         self.conv = nn.Conv2d(4, 4, 3, groups=2)
         self.up = nn.ConvTranspose1d(4, 2, 3)
         self.bilinear = nn.Bilinear(3, 4, 5)
-        self.norms = nn.ModuleList(
-            [nn.LayerNorm((4, 8)), nn.GroupNorm(2, 4), nn.BatchNorm1d(4), nn.PReLU(4)]
-        )
-        self.norms.append(nn.InstanceNorm2d(4))  # has a weight of None
+        norms = nn.LayerNorm((4, 8)), nn.GroupNorm(2, 4), nn.BatchNorm1d(4), nn.PReLU(4)
+        self.norms = nn.ModuleList([*norms, nn.InstanceNorm2d(4)])  # a weight of None
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
         self.head = nn.Linear(8, 12)
 
@@ -284,57 +256,45 @@ def test_exclusion_by_name_type_or_function(exclude, gone):
     assert found == [name for name in KINDS if name not in gone]
 
 
-@pytest.mark.parametrize(("exclude", "left"), [
-    ([nn.ModuleDict], "2"),
-    (["1", "0.mlp"], "0.last 2"),
-    (["*.mlp", "2"], "0.last 1.last"),
+LINEAR = nn.Linear(4, 4)
+BLOCK = nn.ModuleDict({"mlp": nn.Sequential(LINEAR), "last": nn.Linear(4, 4)})
+BLOCKS = nn.Sequential(BLOCK, copy.deepcopy(BLOCK), nn.Linear(4, 4))
+SHARED = nn.Sequential(LINEAR, nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4), LINEAR)
+SHARED[2].weight = LINEAR.weight
+EMBEDDED = nn.Sequential(LINEAR, nn.Embedding(4, 4))
+
+
+@pytest.mark.parametrize(("model", "options", "left"), [
+    # Whatever is inside a module that is excluded,
+    (BLOCKS, {"exclude": [nn.ModuleDict]}, "2"),
+    (BLOCKS, {"exclude": ["1", "0.mlp"]}, "0.last 2"),
+    (BLOCKS, {"exclude": ["*.mlp", "2"]}, "0.last 1.last"),
+    # and a weight of which any name is,
+    (SHARED, {}, "0 3"),
+    *((SHARED, {"exclude": [name]}, "3") for name in ("0", "2", "4", "2.weight")),
+    # and the weight alone of an included module that has a bias.
+    *((EMBEDDED, {"include": include}, "0") for include in (nn.Linear, "0")),
+    *((EMBEDDED, {"include": include}, "0 1") for include in ("*", ["1", nn.Linear])),
 ])  # fmt: skip
-def test_to_exclude_a_module_is_to_exclude_all_inside_it(exclude, left):
-    mlp = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    block = nn.ModuleDict({"mlp": mlp, "last": nn.Linear(4, 4)})
-    model = nn.Sequential(block, copy.deepcopy(block), nn.Linear(4, 4))
-    found = names(weights_of(model, exclude=exclude))
+def test_a_selector_is_of_a_module_and_all_inside_it(model, options, left):
+    found = names(weights_of(model, **options))
     assert found == [f"{name}.weight" for name in left.split()]
-
-
-@pytest.mark.parametrize("exclude", ["0", "2", "4", "2.weight"])
-def test_any_name_of_a_shared_weight_excludes_it(exclude):
-    shared = nn.Linear(4, 4)
-    model = nn.Sequential(shared, nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4), shared)
-    model[2].weight = shared.weight
-    assert names(weights_of(model)) == ["0.weight", "3.weight"]
-    assert names(weights_of(model, exclude=[exclude])) == ["3.weight"]
-
-
-def test_a_module_with_a_bias_is_included():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(4, 4))
-    both = ["0.weight", "1.weight"]
-    for include, expected in [
-        (nn.Linear, both[:1]), ("*", both), ("0", both[:1]), (["1", nn.Linear], both),
-    ]:  # fmt: skip
-        assert names(weights_of(model, include=include)) == expected
-    for alone in ("0.bias", lambda name, p: "0" in name):
-        with pytest.raises(ValueError, match=r"include selects '0.bias'"):
-            weights_of(model, include=alone)
 
 
 class Conv1D(nn.ParameterDict):
     """A linear layer with a transposed weight, as transformers' GPT-2 has it."""
-
-    def __init__(self, outputs, inputs):
-        weight, bias = torch.randn(inputs, outputs), torch.zeros(outputs)
-        super().__init__({"weight": weight, "bias": bias})
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_a_report_says_what_is_left_out_and_counts_it():
     linear, norm = nn.Linear(20, 20), nn.utils.parametrizations.weight_norm
     model = nn.Sequential(
-        nn.Embedding(10, 20), Conv1D(20, 20), norm(copy.deepcopy(linear)), linear,
-        nn.Linear(20, 20, bias=False), copy.deepcopy(linear).requires_grad_(False),
-        nn.Linear(20, 100), nn.LayerNorm(100), nn.utils.weight_norm(nn.Linear(100, 10)),
+        nn.Embedding(10, 20), Conv1D({"weight": torch.randn(20, 20)}),
+        norm(copy.deepcopy(linear)), linear, nn.Linear(20, 20, bias=False),
+        copy.deepcopy(linear).requires_grad_(False), nn.Linear(20, 100),
+        nn.LayerNorm(100), nn.utils.weight_norm(nn.Linear(100, 10)),
     )  # fmt: skip
-    pruner = pruned(model, dense_allocation=0.1, exclude="4")
+    pruner = sparse.pruned(model, dense_allocation=0.1, exclude="4")
     report = pruner.report()
     total = sum(parameter.numel() for parameter in model.parameters())
     assert (report.sparsity, report.num_parameters) == (0.9, total)
@@ -360,7 +320,7 @@ def test_a_report_says_what_is_left_out_and_counts_it():
         [line] = [line for line in lines if computed in line]
         assert line.endswith(f"8.weight_g and 1 more ({computed})")
     pruner.close()
-    assert "1.weight" in pruned(model, include=Conv1D, dense_first=False).masks
+    assert "1.weight" in sparse.pruned(model, include=Conv1D, dense_first=False).masks
 
 
 def test_names_are_without_wrappers():

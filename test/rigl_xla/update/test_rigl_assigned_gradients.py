@@ -69,8 +69,7 @@ def run_of(gradients, kind: str):
         gradients(model, images.double(), labels)
 
     for step in range(13):
-        steps = range(step, step + 1)
-        sparse.train(model, pruner.optimizer, pruner, steps, backward)
+        sparse.train(model, pruner.optimizer, pruner, range(step, step + 1), backward)
         found.append(copy.deepcopy(pruner.masks))
     return found, pruner
 
@@ -132,10 +131,12 @@ def test_an_update_without_a_dense_gradient_is_an_error(kind, skip_step):
 
 # --- five packages in one loop ------------------------------------------------------
 
-NUM_SAMPLES = 96
-TRACE = [8, 24, 12, 4]
-EPOCHS = 3
+NUM_SAMPLES, EPOCHS, TRACE = 96, 3, [8, 24, 12, 4]
 OFTEN = {"skip_step": False, "T_end": 30, "delta": 2, "dense_first": False}
+
+
+IMAGES, LABELS = sparse.batch(0, NUM_SAMPLES)
+SAMPLES = torch.utils.data.TensorDataset(IMAGES.double(), LABELS)
 
 
 def network():
@@ -144,21 +145,15 @@ def network():
     return nn.Sequential(*parts).double()
 
 
-def dataset():
-    images, labels = sparse.batch(0, NUM_SAMPLES)
-    return torch.utils.data.TensorDataset(images.double(), labels)
-
-
 def composed_run(rank: int, hand: bool):
-    """Returns masks by update, minibatches by update, and counts by epoch.
+    """Returns masks and minibatches by update, and counts by epoch.
 
     With ``hand`` the only backward pass is that of the capture.
     """
     replica = xla_replica.current()
-    model, samples = network().to(replica.device), dataset()
+    model = network().to(replica.device)
     grab = training.sampler_of(model, NUM_SAMPLES)
-    options = {"given": {"trace": TRACE, "minibatch_size": 4}, "ref_batchsize": 8}
-    run = training.Training(model, sparse.sgd(model), grab, **options)
+    run = training.Training(model, sparse.sgd(model), grab, trace=TRACE)
     pruner = sparse.pruned(model, run.optimizer, **OFTEN)
     masks, minibatches, totals = [], [[]], []
 
@@ -168,7 +163,7 @@ def composed_run(rank: int, hand: bool):
 
     def minibatch(indices):
         minibatches[-1].append(list(indices))
-        x, y = replica.send(samples[indices])
+        x, y = replica.send(SAMPLES[indices])
         with psg.capture(model) as recorded:
             losses = F.cross_entropy(model(x), y, reduction="none")
         gradients = recorded.backward(losses, retain_graph=not hand).materialize()
@@ -193,24 +188,6 @@ def composed_run(rank: int, hand: bool):
 composed_run_of_one = functools.cache(functools.partial(composed_run, 0))
 
 
-def plain_masks(minibatches):
-    """Returns masks by update of a loop in torch on the same minibatches."""
-    model = network()
-    optimizer = sparse.sgd(model)
-    pruner = sparse.pruned(model, optimizer, **OFTEN)
-    samples, found = dataset(), []
-    for step in minibatches:
-        optimizer.zero_grad()
-        for indices in step:
-            by_backward(model, *samples[indices])
-        for parameter in model.parameters():
-            parameter.grad /= len(step)
-        optimizer.param_groups[0]["lr"] = 0.1 * 4 * len(step) / 8
-        optimizer.step()
-        found.append([mask.clone() for mask in pruner.masks.values()])
-    return found
-
-
 @pytest.mark.parametrize("hand", [False, True], ids=["backward", "assigned"])
 def test_with_grab_captures_and_the_elastic_wrapper_as_in_a_plain_loop(hand):
     masks, minibatches, _ = composed_run_of_one(hand)
@@ -220,15 +197,24 @@ def test_with_grab_captures_and_the_elastic_wrapper_as_in_a_plain_loop(hand):
     assert sizes == TRACE * 2 * EPOCHS
     first, *_, last = ([i for part in step for i in part] for step in minibatches[::8])
     assert first != last  # the order moves
-    assert sparse.same(masks, plain_masks(minibatches))
     assert not sparse.same(masks[:1], masks[-1:])  # and so does the topology
+    model = network()
+    pruner = sparse.pruned(model, optimizer := sparse.sgd(model), **OFTEN)
+    for step, found in zip(minibatches, masks, strict=True):
+        optimizer.zero_grad()
+        for indices in step:
+            by_backward(model, *SAMPLES[indices])
+        for parameter in model.parameters():
+            parameter.grad /= len(step)
+        optimizer.param_groups[0]["lr"] = 0.1 * 4 * len(step) / 8
+        optimizer.step()
+        assert sparse.same(found, [*pruner.masks.values()])
 
 
 @pytest.mark.parametrize("backend", [
     row("cpu", 2), row("cpu", 3), row("xla", 2), *backends("xla", slow=(1, 8)),
 ])  # fmt: skip
 def test_on_replicas_of_which_some_are_idle(backend):
-    """On XLA nothing compiles after the first epoch."""
     hands = (False, True) if backend.device == "cpu" else (backend.num_replicas > 1,)
     given = [(hand,) for hand in hands]
     for found in backend.run(sparse.for_each, composed_run, given, timeout=300.0):

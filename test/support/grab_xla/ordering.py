@@ -1,6 +1,7 @@
 """Every balance type under test, its oracle, and epochs of made-up gradients."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,25 +15,17 @@ NUM_SAMPLES, NUM_PARAMETERS = 48, 13
 
 
 class Kind(NamedTuple):
-    """A balance type with options, and its promises.
-
-    Attributes:
-        invariant: The order does not depend on how the epoch is cut into steps.
-        oracle: ``(order, rows, centre, steps) -> next order``, rows in the order
-            visited; the centre counts where rows are balanced one by one. None for
-            types that need no gradients.
-    """
+    """A balance type with options, and its promises."""
 
     name: str
     options: dict[str, Any]
+    # The order does not depend on how the epoch is cut into steps.
     invariant: bool = True
+    # ``(order, rows, centre, steps) -> next order``, rows in the order visited.
     oracle: Callable[..., list[int]] | None = None
 
     def expected(self, order, rows, memory, steps) -> list[int]:
-        """Returns the oracle's next order around the mean of the epoch before.
-
-        ``memory`` is a dict that lives as long as the run.
-        """
+        """Returns the oracle's next order; ``memory`` has the last epoch's mean."""
         rows = np.sign(rows) if self.name == "sign" else rows
         centre, memory["mean"] = memory.get("mean", 0.0), rows.mean(0)
         return self.oracle(order, rows, centre, steps)
@@ -50,12 +43,7 @@ class Kind(NamedTuple):
 # gradients in the order visited. A tie is negative, as by grab-sampler's rule.
 
 
-def mean(order, rows, centre):
-    """Returns the next order of mean balance around ``centre``."""
-    return batch(order, rows, centre, [(i, i + 1) for i in range(len(order))])
-
-
-def pair(order, rows, num_workers: int = 1):
+def pair(order, rows, *_, num_workers: int = 1):
     """Returns the next order of (coordinated) pair balance; 2W must divide n."""
     lefts = [[] for _ in range(num_workers)]
     rights = [[] for _ in range(num_workers)]
@@ -73,7 +61,7 @@ def pair(order, rows, num_workers: int = 1):
     return [following[i % num_workers][i // num_workers] for i in range(len(order))]
 
 
-def recursive(order, rows, centre, depth: int):
+def recursive(order, rows, centre, *_, depth: int = 2):
     """Returns the next order of recursive balance: samples walk from root to leaf."""
     totals = [np.zeros(rows.shape[1]) for _ in range(2 ** (depth + 1) - 1)]
     leaves = [([], []) for _ in range(2**depth)]
@@ -90,11 +78,8 @@ def recursive(order, rows, centre, depth: int):
     return [sample for front, back in leaves for sample in front + back]
 
 
-def recursive_pair(order, rows, size: int, tie: str = "negative", limits=None):
-    """Returns the next order of recursive pair balance; ``size`` must divide n.
-
-    Products must be below ``limits``, ``(n, levels)``: a pair has its first's.
-    """
+def recursive_pair(order, rows, *_, size: int = 8, tie="negative", limits=None):
+    """Returns the next order of recursive pair balance; products are below limits."""
     limits = np.zeros((len(order), size)) if limits is None else limits
     totals = [np.zeros(rows.shape[1]) for _ in range(size - 1)]
 
@@ -121,10 +106,10 @@ def recursive_pair(order, rows, size: int, tie: str = "negative", limits=None):
     return [order[i] for n, column in columns for i in column[:: -1 if n % 2 else 1]]
 
 
-def batch(order, rows, centre, steps):
-    """Returns the next order of batch balance; ``steps`` are (start, end) pairs."""
+def mean(order, rows, centre, steps=None):
+    """Returns the next order of mean balance; in ``steps``, that of batch balance."""
     left, right, total = [], [], np.zeros(rows.shape[1])
-    for start, end in steps:
+    for start, end in steps or [(i, i + 1) for i in range(len(order))]:
         plus = [total @ (rows[i] - centre) < 0 for i in range(start, end)]
         for i, is_plus in zip(range(start, end), plus):
             z = rows[i] - centre
@@ -136,44 +121,22 @@ def batch(order, rows, centre, steps):
     return left + right
 
 
-def followed(total, vectors, signs):
-    """Returns the sum that signs lead to, and which of them are not nearly ties.
-
-    Asserts that those are the signs of the balance.
-    """
-    totals = np.vstack([total, total + (signs[:, None] * vectors).cumsum(0)])
-    products = (totals[:-1] * vectors).sum(1)
-    sure = np.abs(products) > 1e-9 * (vectors**2).sum(1)
-    assert (signs == np.where(products < 0, 1, -1))[sure].all()
-    return totals[-1], sure
+def by_norm(order, rows, *_):
+    return [order[i] for i in np.argsort(-(rows**2).sum(1), kind="stable")]
 
 
-ORACLES: dict[str, Callable[..., list[int]]] = {
-    "mean": lambda order, rows, centre, steps: mean(order, rows, centre),
-    "pair": lambda order, rows, *_: pair(order, rows),
-    "coordinated pair": lambda order, rows, *_: pair(order, rows, 4),
-    "recursive": lambda *of: recursive(*of[:3], depth=2),
-    "recursive-pair": lambda order, rows, *_: recursive_pair(order, rows, 8),
-    "batch": batch,
-    "norm": lambda order, rows, *_: [
-        order[i] for i in np.argsort(-(rows**2).sum(1), kind="stable")
-    ],
-}
-ORACLES["sign"] = ORACLES["adamean"] = ORACLES["mean"]
+ONE_BY_ONE = {}, True, lambda *of: mean(*of[:3])
+FOUR = {"num_workers": 4}
 KINDS = {
-    name: Kind(type_, options, invariant, ORACLES.get(name))
-    for name, type_, options, invariant in [
-        ("mean", "mean", {}, True),
-        ("pair", "pair", {}, True),
-        ("coordinated pair", "pair", {"num_workers": 4}, True),
-        ("recursive", "recursive", {"depth": 2}, True),
-        ("recursive-pair", "recursive-pair", {"batch_size": 8}, True),
-        *((name, name, {}, True) for name in ("sign", "adamean")),
-        ("batch", "batch", {}, False),
-        ("norm", "norm", {}, True),
-        *((name, name, {}, False) for name in ("ema", "adaema")),
-        *((name, name, {}, True) for name in ("rr", "so", "fixed", "swr")),
-    ]
+    **{name: Kind(name, *ONE_BY_ONE) for name in ("mean", "sign", "adamean")},
+    "pair": Kind("pair", {}, True, pair),
+    "coordinated pair": Kind("pair", FOUR, True, partial(pair, **FOUR)),
+    "recursive": Kind("recursive", {"depth": 2}, True, recursive),
+    "recursive-pair": Kind("recursive-pair", {"batch_size": 8}, True, recursive_pair),
+    "batch": Kind("batch", {}, False, mean),
+    "norm": Kind("norm", {}, True, by_norm),
+    **{name: Kind(name, {}, invariant=False) for name in ("ema", "adaema")},
+    **{name: Kind(name, {}) for name in ("rr", "so", "fixed", "swr")},
 }
 ALL = list(KINDS)
 BALANCING = [n for n, kind in KINDS.items() if BALANCE_TYPES[kind.name].needs_gradients]

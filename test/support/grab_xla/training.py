@@ -1,4 +1,4 @@
-"""A small classifier, its data, and elastic training in the orders of GraB."""
+"""A small classifier, its data, and training in the orders of GraB."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,16 +11,11 @@ import per_sample_grad as psg
 import variable_batch_size as vbs
 import xla_replica
 from grab_xla import GraBSampler
-from support.xla_replica.replicas import TORCHTPU, row
 
 F64 = torch.float64
 Data = tuple[torch.Tensor, torch.Tensor]
 # Two epochs of 24 samples, and again, in minibatches of 4.
 TRACE, MINIBATCH, REFERENCE = [8, 16, 4, 12, 8], 4, 8
-BACKENDS = [
-    row("cpu", 3), row("xla", 1), row("xla", 2, slow=True), row("xla", 8, slow=True),
-    *TORCHTPU,
-]  # fmt: skip
 
 
 def samples(num_samples: int = 24, dtype: torch.dtype = F64) -> Data:
@@ -70,17 +65,15 @@ def ordered(
     update: Callable[[], object] | None = None,
     epochs: int = 3,
     size: int = 4,
+    passes: int = 1,
     backwards: bool = False,
     captured: Any = None,
     **options: Any,
 ) -> list[list[int]]:
-    """Trains a model in batches of a size; returns every epoch's order.
+    """Trains a model, in passes of a size for each update; returns every epoch's order.
 
-    Args:
-        how: Gradients are "recorded", make ``.grad`` "from samples", or are "formed".
-        update: What follows a backward pass. Default: a step of SGD.
-        backwards: Whether the sampler knows parameters in another sequence.
-        captured: Options of `GraBSampler.record`.
+    Gradients are "recorded", make ``.grad`` "from samples", or are "formed". The
+    sampler may know parameters ``backwards``; ``captured`` are options of its `record`.
     """
     named, captured = list(model.named_parameters()), captured or {}
     options = {"dtype": F64, **options}
@@ -89,8 +82,7 @@ def ordered(
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     orders = []
     for _ in range(epochs):
-        orders.append(list(grab))
-        for batch in torch.tensor(orders[-1]).split(size):
+        for number, batch in enumerate(torch.tensor(list(grab)).split(size), 1):
             given = tuple(each[batch] for each in data)
             if how in ("recorded", "from samples"):
                 with grab.record(model, **captured):
@@ -101,90 +93,39 @@ def ordered(
                 grads = psg.per_sample_grads(model, losses_of, given, **captured)
                 grab.step(grads, indices=batch)
                 losses_of(model, *given).mean().backward()
-            (update or optimizer.step)()
-            model.zero_grad()
+            if number % passes == 0:
+                for parameter in model.parameters() if passes > 1 else ():
+                    parameter.grad /= passes
+                (update or optimizer.step)()
+                model.zero_grad()
+        orders.append(grab.order.tolist())
     return orders
 
 
 class Training:
     """A model, an elastic optimizer, and the GraB sampler that orders its samples.
 
-    Args:
-        grab: The sampler; every update tells it, if it ``attaches``.
-        given: What differs from `TRACE` and the like for `vbs.CustomSampler`;
-            ``options`` are those of the optimizer.
+    Every update tells it, if it ``attaches``; ``given`` is for `vbs.CustomSampler`.
     """
 
     def __init__(
         self, model: nn.Module, inner: torch.optim.Optimizer, grab: GraBSampler,
-        rule: str = "linear", attaches: bool = True, given: Any = (), **options: Any,
+        attaches: bool = True, **given: Any,
     ) -> None:  # fmt: skip
         own = {"trace": TRACE, "minibatch_size": MINIBATCH, "on_end": "cycle"}
-        own |= {"order": grab, "verbose": False, **dict(given)}
+        own |= {"order": grab, "verbose": False, **given}
         self.replica, self.model, self.grab = xla_replica.current(), model, grab
         self.sampler = vbs.CustomSampler(range(grab.num_samples), **own)
-        self.optimizer = vbs.ElasticOptimizer(inner, self.sampler, rule, **options)
+        options = {"ref_batchsize": REFERENCE}
+        self.optimizer = vbs.ElasticOptimizer(inner, self.sampler, "linear", **options)
         if attaches:
             self.optimizer.attach(grab.after_update)
 
     def epoch(self, epoch: int, minibatch: Callable[[list[int]], Any]) -> list[int]:
-        """Trains for an epoch; returns its order.
-
-        ``minibatch`` has the gradients of these samples balanced and accumulated, and
-        may return the weight of their step.
-        """
+        """Trains for an epoch, in which ``minibatch`` balances; returns its order."""
         self.sampler.set_epoch(epoch)
         self.optimizer.set_epoch(epoch)  # where replicas that begin idle join
         for indices in self.sampler:
-            self.optimizer.step(weight=minibatch(indices))
+            minibatch(indices)
+            self.optimizer.step()
         return self.grab.order.tolist()
-
-
-def elastic(
-    model: nn.Module, data: Data, epochs: int, rule: str = "linear", lr: float = 0.1,
-    from_samples: bool = False, **options: Any,
-) -> tuple[list[list[int]], list[torch.Tensor], list[tuple[int, int]]]:  # fmt: skip
-    """Trains a model under `TRACE`, with a sampler of these options.
-
-    Returns:
-        Every epoch's order, the parameters, and the compilations and transfers of every
-        epoch.
-    """
-    grab = sampler_of(model, len(data[0]), **options)
-    inner, orders, counts = torch.optim.SGD(model.parameters(), lr), [], []
-    run = Training(model, inner, grab, rule, ref_batchsize=REFERENCE)
-
-    def minibatch(indices: list[int]) -> None:
-        given = run.replica.send(tuple(each[indices] for each in data))
-        passed = {"indices": indices, "from_samples": from_samples}
-        balance(grab, model, cross_entropies, model, *given, **passed)
-
-    for epoch in range(epochs):
-        with xla_replica.count(run.replica) as count:
-            orders.append(run.epoch(epoch, minibatch))
-            run.replica.sync()
-        counts.append((count.compilations, count.transfers))
-    return orders, run.replica.fetch([p.detach() for p in model.parameters()]), counts
-
-
-def assert_same_runs(
-    run: Callable[..., Any],
-    *args: Any,
-    backend: Any,
-    oracle: Callable[..., Any] | None = None,
-) -> list[list[list[int]]]:
-    """Asserts that all replicas of a backend train as one on the CPU, or the oracle.
-
-    ``run`` returns a list of what `elastic` does. Returns the orders of each run.
-    """
-    expected = (oracle or run)(0, *args)
-    for found in backend.run(run, *args, timeout=240.0):
-        for (theirs, values, counts), (orders, weights, _) in zip(
-            found, expected, strict=True
-        ):
-            assert theirs == orders
-            torch.testing.assert_close(values, weights, rtol=1e-9, atol=1e-12)
-            if backend.device == "xla":
-                # The epoch's signs are one transfer of each replica.
-                assert counts[1:] == [(0, backend.num_replicas)] * (len(orders) - 1)
-    return [orders for orders, _, _ in expected]

@@ -96,18 +96,17 @@ def through_a_file(parts: Any, weights_only: bool = True) -> Any:
 
 def inactive_are_zero(pruner: RigLScheduler) -> bool:
     """Returns whether inactive weights, and their optimizer state, are all zero."""
-    pairs = [(pruner.model.get_parameter(n), mask) for n, mask in pruner.masks.items()]
-    return not any(
-        tensor[~mask].any()
-        for weight, mask in pairs
-        for tensor in [weight, *kept_of(weight, pruner.optimizer)]
-    )
+    for name, mask in pruner.masks.items():
+        weight = pruner.model.get_parameter(name)
+        kept = kept_of(pruner.optimizer.state.get(weight, {}), mask)
+        if any(tensor[~mask].any() for tensor in [weight, *kept]):
+            return False
+    return True
 
 
-def kept_of(weight: nn.Parameter, optimizer: torch.optim.Optimizer):
-    """Returns what an optimizer keeps for each number of a weight."""
-    state = optimizer.state.get(weight, {}).values()
-    return [v for v in state if torch.is_tensor(v) and v.shape == weight.shape]
+def kept_of(state: dict[str, Any], mask: torch.Tensor) -> list[torch.Tensor]:
+    """Returns what an optimizer's state of a weight has for each number of it."""
+    return [v for v in state.values() if torch.is_tensor(v) and v.shape == mask.shape]
 
 
 def counts(pruner: RigLScheduler) -> list[int]:
