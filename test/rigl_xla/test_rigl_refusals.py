@@ -26,14 +26,13 @@ def scores(bad):
 BAD = [
     ({"T_end": None}, ValueError, "about 0.75 times"),
     ({"grad_accumulation_n": 4}, ValueError, ">= 1 and <= 3, got 4"),
-    ({"sparsity_distribution": "unifrom"}, ValueError, "must be one of"),
-    ({"method": "rigel"}, ValueError, "must be one of"),
+    *(({name: "rigel"}, ValueError, "must be one of")
+      for name in ("sparsity_distribution", "method", "grow", "initial_weights")),
     ({"method": "gmp", "grow": "random"}, ValueError, "grow= has nothing to do"),
     ({"method": "gmp", "T_end": 3}, ValueError, "would leave all dense"),
     ({"method": "static", "drop": "random"}, ValueError, "nothing to do"),
     ({"static_topo": True, "drop": "random"}, ValueError, "nothing to do"),
     ({"static_topo": True, "method": "gmp"}, ValueError, "nothing to do; leave them"),
-    ({"grow": "magnitud"}, ValueError, "must be one of"),
     ({"grow": 3}, ValueError, "or a function of"),
     ({"initial_masks": "snip"}, ValueError, r"SNIP's, after .* {n: \(p \* p.grad\).ab"),
     ({"initial_masks": 3}, ValueError, "scores by parameter name"),
@@ -44,7 +43,6 @@ BAD = [
     (scores(torch.ones(16, 256, device="meta")), ValueError, "256.* on meta"),
     (scores(3), TypeError, "the scores of '5.weight' must be a tensor, got 3"),
     ({"initial_masks": "magnitude", "method": "gmp"}, ValueError, "begins dense"),
-    ({"initial_weights": "he"}, ValueError, "must be one of"),
     ({"sparsities": {"nothing": 0.5}}, ValueError, "selects none of the"),
     ({"exclude": [nn.Conv2d, nn.Linear]}, ValueError, "no weight is left"),
     ({"structure": "4:2"}, ValueError, "0 < N < M"),
@@ -61,7 +59,7 @@ BAD = [
     ({"annealing": np.array(["a", "b"])}, ValueError, "annealing must be one of"),
     ({"optimizer": sgd(convnet())}, ValueError, r"does not train \['2.weight'"),
     ({"optimizer": nn.Linear(2, 2)}, TypeError, "must be a torch optimizer"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "error", "says"), BAD)
@@ -82,38 +80,6 @@ def test_an_optimizer_that_steps_by_itself_needs_to_be_told():
     with pytest.raises(ValueError, match="build the pruner with skip_step=False"):
         pruned(model, optimizer)
     pruned(model, optimizer, skip_step=False)
-
-
-# What is normalised by weight_norm of a layer, by today's and by yesterday's way.
-NORM, OLD_NORM = "parametrizations.weight.original1", "weight_v"
-MODELS = [
-    (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
-     {"ignore_linear_layers": True}, ValueError, "needs ignore_linear_layers=False"),
-    (lambda: convnet().to("meta"), {}, ValueError,
-     r"have their values on one device.*meta"),
-    (lambda: nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 8)),
-     {"include": "0", "dense_first": False}, TypeError,
-     r"'0.weight' has sparse gradients, because"),
-    (lambda: nn.ConvTranspose1d(6, 8, 3), {"structure": "2:4", "dense_allocation": 1},
-     ValueError, "its 6 inputs are not a multiple of 4"),
-    (lambda: nn.Linear(8, 8, dtype=torch.complex64), {}, TypeError,
-     r"'weight' is torch.complex64; only real"),
-    (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
-     {"include": NORM}, ValueError, f"'{NORM}' is normalised by weight_norm: leave"),
-    (lambda: nn.utils.weight_norm(nn.Linear(8, 8)),
-     {"include": OLD_NORM}, ValueError, f"'{OLD_NORM}' is normalised by weight_norm"),
-]  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize(("make", "options", "error", "says"), MODELS)
-def test_weights_of_kinds_that_are_not_served_are_refused(make, options, error, says):
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(error, match=says):
-        pruned(model, optimizer, **options)
-    if options.get("include") == "0":
-        pruned(model, optimizer, dense_first=False)  # as long as it stays dense
 
 
 def sharded(rank: int) -> None:
@@ -174,6 +140,8 @@ SELECTORS = [
     ({"exclude": ["heads"]}, ValueError, "'heads' selects none of the"),
     ({"include": ["1"]}, ValueError, "two or more dimensions"),
     ({"include": ["0"]}, ValueError, "requires_grad=False"),
+    ({"include": "1.bias"}, ValueError, "include selects '1.bias'"),
+    ({"include": lambda name, p: "bias" in name}, ValueError, "selects '0.bias'"),
     ({"exclude": [3]}, TypeError, "a pattern of names"),
     ({"exclude": nn.Sequential()}, TypeError, "a pattern of names"),
     ({"exclude": [nn.Conv3d]}, ValueError, "Conv3d'> selects none of the"),
@@ -195,7 +163,28 @@ DISTRIBUTIONS = [
     (({"a": (9,) * 2, "b": (99,) * 2}, 0.9, "adjusted-uniform", {"b": 0.0}, False),
      ValueError, "that 'adjusted-uniform' gives 'a' must be .* < 1, got 109.8"),
 ]  # fmt: skip
+EMBEDDING = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 8))
+# What is normalised by weight_norm of a layer, by today's and by yesterday's way.
+NORM, OLD_NORM = "parametrizations.weight.original1", "weight_v"
+NORMALISED = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
 CALLS = [
+    (lambda: pruned(nn.Linear(4, 4), ignore_linear_layers=True), ValueError,
+     "needs ignore_linear_layers=False"),
+    (lambda: pruned(convnet().to("meta")), ValueError,
+     r"have their values on one device.*meta"),
+    (lambda: [*map(pruned, [convnet()] * 2)], ValueError, "another RigLScheduler: cl"),
+    # Sparse gradients are refused unless the layer stays dense.
+    (lambda: (pruned(EMBEDDING, dense_first=False).close(),
+              pruned(EMBEDDING, include="0", dense_first=False)),
+     TypeError, r"'0.weight' has sparse gradients, because"),
+    (lambda: pruned(nn.ConvTranspose1d(6, 8, 3), structure="2:4", dense_allocation=1),
+     ValueError, "its 6 inputs are not a multiple of 4"),
+    (lambda: pruned(nn.Linear(8, 8, dtype=torch.complex64)), TypeError,
+     r"'weight' is torch.complex64; only real"),
+    (lambda: pruned(NORMALISED, include=NORM), ValueError,
+     f"'{NORM}' is normalised by weight_norm: leave"),
+    (lambda: pruned(nn.utils.weight_norm(nn.Linear(8, 8)), include=OLD_NORM),
+     ValueError, f"'{OLD_NORM}' is normalised by weight_norm"),
     *((partial(allocate, *given), *refusal) for given, *refusal in DISTRIBUTIONS),
     *((partial(rigl_xla.weights_of, LAYERS, **given), *refusal)
       for given, *refusal in SELECTORS),
@@ -209,12 +198,17 @@ CALLS = [
     (lambda: cost_of(FC, [0.5]), TypeError, "sparsities must be a dict"),
     (lambda: cost_of(FC, {}, "rigel"), ValueError, "method must be one of"),
     (lambda: cost_of({}, {}), ValueError, "compute nothing, so that nothing can"),
+    (lambda: pruned(convnet()).report().cost, ValueError,
+     r"rigl_xla\.operations_of\(model, inputs\)"),
+    (lambda: pruned(convnet()).report({"0": (1, 1)}), ValueError,
+     r"by '0.weight', which is not .* of another"),
     (lambda: operations_of(nn.Linear(2, 2)), ValueError, NO_SAMPLES),
     (lambda: operations_of(nn.Linear(2, 2), torch.ones(0, 2)), ValueError, NO_SAMPLES),
     (lambda: operations_of(3, torch.ones(1)), TypeError, r"a torch module, got 3"),
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize(("call", "error", "says"), CALLS)
 def test_what_means_nothing_is_refused(call, error, says):
     with pytest.raises(error, match=says):

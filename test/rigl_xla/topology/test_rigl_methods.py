@@ -15,20 +15,19 @@ from rigl_xla.update import topology_update
 from xla_replica import DeviceTraits
 from xla_replica.device import selection
 
-STATIC = {"static_topo": True, "T_end": None}
 
-
-@pytest.mark.parametrize(("method", "options"), [
-    *((method, {}) for method in METHODS),
-    *((method, STATIC) for method in METHODS if method != "gmp"),
+@pytest.mark.parametrize(("method", "static_topo"), [
+    *((method, False) for method in METHODS),
+    *((method, True) for method in METHODS if method != "gmp"),
 ])  # fmt: skip
 @pytest.mark.parametrize("distribution", ["uniform", "erk"])
-def test_every_method_ends_at_the_sparsity_asked_for(method, options, distribution):
-    options = {"method": method, "sparsity_distribution": distribution, **options}
+def test_every_method_ends_at_the_sparsity_asked_for(method, static_topo, distribution):
+    options = {"method": method, "sparsity_distribution": distribution}
+    options |= {"static_topo": True, "T_end": None} if static_topo else {}
     model, optimizer, pruner = sparse.sparse_convnet(**options)
     first = copy.deepcopy(pruner.masks)
     sparse.train(model, optimizer, pruner, range(14))
-    if is_static := method == "static" or "static_topo" in options:
+    if is_static := static_topo or method == "static":
         pruner.load_state_dict(pruner.state_dict(), T_end=100, delta=1)
         sparse.train(model, optimizer, pruner, range(3))
     expected = [n - num_inactive(s, n) for n, s in zip(pruner.N, pruner.S) if s]
@@ -103,10 +102,7 @@ def test_rescaled_weights_are_the_models_over_the_root_of_the_density():
 
 @pytest.mark.parametrize(("stride", "groups"), [(0, 0), (1, 1), (2, 1), (1, 4)])
 def test_fan_in_weights_keep_the_size_of_their_inputs(stride, groups):
-    """Squares of outputs, after a ReLU, have the mean that those of inputs have.
-
-    Of a linear layer, and of transposed convolutions.
-    """
+    """Squares of outputs, after a ReLU, have the mean that those of inputs have."""
     layer = nn.Linear(400, 40, bias=False)
     if stride:
         layer = nn.ConvTranspose1d(400, 40, 2, stride, groups=groups, bias=False)
@@ -196,29 +192,44 @@ def test_scores_that_count_must_be_finite_in_their_own_layer(bad, what):
     assert same == ["1.weight"]
 
 
-def in_rows(structure: str, mask: torch.Tensor, density: float) -> bool:
+def has(structure: str, mask: torch.Tensor) -> bool:
+    """Returns whether a mask has a structure, or a quarter of each row."""
     if structure == "constant-fan-in":
-        return {int(row.sum()) for row in mask} == {round(density * mask[0].numel())}
+        return {int(row.sum()) for row in mask} == {mask[0].numel() // 4}
     n, m = map(int, structure.split(":"))
     parts = mask.flatten(2) if mask.dim() > 2 else mask[..., None]
     return all((part.sum(1) == n).all() for part in parts.split(m, dim=1))
+
+
+def structured(structure: str, initial, **options) -> dict[str, object]:
+    dense = 0.25 if structure == "constant-fan-in" else 1
+    options |= {"structure": structure, "initial_masks": initial, "T_end": 30}
+    return options | {"dense_allocation": dense}
 
 
 @pytest.mark.parametrize("method", ["rigl", "set", "snfs"])
 @pytest.mark.parametrize("initial", ["random", "magnitude"])
 @pytest.mark.parametrize("structure", ["2:4", "1:8", "constant-fan-in"])
 def test_patterns_are_kept_while_connections_move(structure, initial, method):
-    dense = 0.2 if structure == "constant-fan-in" else 1
-    model, optimizer, pruner = sparse.sparse_convnet(
-        dense_allocation=dense, exclude=["7"], T_end=30, structure=structure,
-        initial_masks=initial, method=method,
-    )  # fmt: skip
+    options = structured(structure, initial, exclude=["7"], method=method)
+    model, optimizer, pruner = sparse.sparse_convnet(**options)
     first = copy.deepcopy(pruner.masks)
     for step in range(7):
         sparse.train(model, optimizer, pruner, range(step, step + 1))
-        assert all(in_rows(structure, mask, 0.2) for mask in pruner.masks.values())
+        assert all(has(structure, mask) for mask in pruner.masks.values())
     assert sparse.inactive_are_zero(pruner)
     assert not any(torch.equal(first[n], mask) for n, mask in pruner.masks.items())
+
+
+@pytest.mark.parametrize("structure", ["2:4", "constant-fan-in"])
+def test_patterns_are_filled_by_score(structure):
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8))
+    scores = {f"{i}.weight": torch.rand(model[i].weight.shape) for i in range(2)}
+    options = structured(structure, scores, exclude="1", dense_first=False)
+    mask = sparse.pruned(model, **options).masks["0.weight"]
+    mask = mask.reshape(-1, 4 if structure == "2:4" else 8)
+    best = scores["0.weight"].reshape(mask.shape).topk(2).indices
+    assert torch.equal(mask, torch.zeros_like(mask).scatter(1, best, True))
 
 
 @pytest.mark.parametrize("structure", ["2:4", "constant-fan-in"])
@@ -229,11 +240,8 @@ def test_inputs_of_transposed_convolutions_lie_along_the_first_dimension(
 ):
     torch.manual_seed(0)  # of some draws no weight is another one
     layer = nn.ConvTranspose2d(12, 6, (2, 3), stride=2, groups=groups)
-    dense = 0.25 if structure == "constant-fan-in" else 1
-    options = {"structure": structure, "initial_masks": initial, "T_end": 30}
-    pruner = sparse.pruned(layer, dense_allocation=dense, **options)
+    pruner = sparse.pruned(layer, **structured(structure, initial))
     first = pruner.masks["weight"].clone()
-
     for _ in range(3):
         layer.zero_grad()
         layer(torch.randn(2, 12, 3, 3)).square().sum().backward()
@@ -241,7 +249,7 @@ def test_inputs_of_transposed_convolutions_lie_along_the_first_dimension(
     mask = pruner.masks["weight"]
     assert not torch.equal(first, mask)
     for inputs in mask.split(12 // groups):  # all that an output sees
-        assert in_rows(structure, inputs.transpose(0, 1), dense)
+        assert has(structure, inputs.transpose(0, 1))
 
 
 @pytest.mark.parametrize("method", ["rigl", "set", "gmp"])

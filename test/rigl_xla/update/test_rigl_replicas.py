@@ -12,8 +12,7 @@ from support.xla_replica.replicas import TORCHTPU, Backend, backends, on_xla, ro
 import xla_replica
 from xla_replica import ReplicaError
 
-STEPS = 10
-SIZE = 120  # samples of a step, over all replicas: equal shares of 1, 2, 3, 5 and 8
+STEPS, SIZE = 10, 120  # samples of a step: equal shares of 1, 2, 3, 5 and 8
 OPTIONS = {
     "rigl": {},
     "window": {"delta": 4, "grad_accumulation_n": 3},
@@ -24,11 +23,7 @@ OPTIONS = {
 
 
 class Run:
-    """A training loop on a replica's part of every batch.
-
-    It is in float64, so that rounding does not decide which connection is larger. Masks
-    and reports of every update are kept on the device.
-    """
+    """A training loop in float64, so that rounding does not decide which are larger."""
 
     def __init__(self, optimizer_of=sgd, ddp: bool = False, **options) -> None:
         self.replica = xla_replica.current()
@@ -82,8 +77,26 @@ def run_of(rank: int, kind: str, ddp: bool = False, parts: int = 1):
 run_of_one = functools.cache(functools.partial(run_of, 0))
 
 
-def check_runs(backend: Backend, *runs: tuple[str, bool, int]) -> None:
-    """Compares runs, by kind, DDP and parts, with those of one process."""
+def of(backend, runs: list, what: str):
+    (one,) = backend.values
+    return pytest.param(one, runs, marks=backend.marks, id=f"{what}-{backend.id}")
+
+
+# By kind, whether under DDP, and in how many backward passes.
+RIGL = [("rigl", False, 1)]
+ALL = [*((kind, False, 1) for kind in OPTIONS), ("rigl", False, 5)]
+UNDER_DDP = [("rigl", True, 1), ("rigl", True, 2), ("window", True, 2)]
+
+
+@pytest.mark.parametrize(("backend", "runs"), [
+    of(row("cpu", 3), ALL, "all"),
+    pytest.param(Backend("cpu", 2), UNDER_DDP, id="under DDP"),
+    # XLA's are also compared where compilations are counted.
+    of(row("xla", 2, slow=True), ALL, "all"),
+    *(of(each, RIGL, "rigl") for each in backends("xla", slow=(1, 8))),
+    of(row("tpu-like", 2), RIGL, "rigl"),
+])  # fmt: skip
+def test_replicas_choose_as_one_process_on_all_their_data(backend, runs):
     for found in backend.run(for_each, run_of, runs):
         for (kind, *_), (masks, reported) in zip(runs, found, strict=True):
             expected, told = run_of_one(kind)
@@ -92,22 +105,6 @@ def check_runs(backend: Backend, *runs: tuple[str, bool, int]) -> None:
             assert same(masks, expected)
             assert reported == told
             assert [*told] == ([4, 8] if kind == "window" else [3, 6, 9])
-
-
-@pytest.mark.parametrize(  # XLA's are also compared where compilations are counted
-    "backend", [row("cpu", 3), *backends("xla", slow=(1, 2, 8)), row("tpu-like", 2)]
-)
-def test_replicas_choose_as_one_process_on_all_their_data(backend):
-    kinds = [*OPTIONS] if backend in (("cpu", 3), ("xla", 2)) else ["rigl"]
-    runs = [(kind, False, 1) for kind in kinds]
-    if len(kinds) > 1:
-        runs += [("rigl", False, 5)]  # the share in several backward passes
-    check_runs(backend, *runs)
-
-
-def test_under_ddp_with_gradients_accumulated_in_parts():
-    runs = ("rigl", True, 1), ("rigl", True, 2), ("window", True, 2)
-    check_runs(Backend("cpu", 2), *runs)
 
 
 # A weight and a number that is 1 on the first replica alone -> the changed weight.
@@ -167,11 +164,7 @@ COUNTED = {
 
 
 def counted_run(rank: int, kind: str):
-    """Returns compilations, transfers and fallbacks by 10 of 110 steps, and results.
-
-    Updates are at 10, 20, ..., 100; the last 10 steps come after all of them. A report
-    of each is read in the end, in one transfer.
-    """
+    """Returns compilations, transfers and fallbacks by 10 of 110 steps, and results."""
     replica = xla_replica.current()
     # Another shape for every kind, so other programs.
     size = 2 * (4 + list(COUNTED).index(kind))
@@ -190,17 +183,11 @@ def counted_run(rank: int, kind: str):
     return counts, *run.results()
 
 
-def _counted(backend, kinds: list[str], what: str = "rigl"):
-    (one,) = backend.values
-    return pytest.param(one, kinds, marks=backend.marks, id=f"{what}-{backend.id}")
-
-
 @pytest.mark.parametrize(("backend", "kinds"), [
-    _counted(row("xla", 2), ["rigl"]),
-    _counted(row("xla", 1, slow=True), [*COUNTED], "all"),
-    _counted(row("xla", 2, slow=True), ["window", "snfs"], "others"),
-    _counted(row("xla", 8, slow=True), ["rigl"]),
-    *(_counted(each, ["rigl"]) for each in TORCHTPU),
+    of(row("xla", 2), ["rigl"], "rigl"),
+    of(row("xla", 1, slow=True), [*COUNTED], "all"),
+    of(row("xla", 2, slow=True), ["window", "snfs"], "others"),
+    *(of(each, ["rigl"], "rigl") for each in [row("xla", 8, slow=True), *TORCHTPU]),
 ])  # fmt: skip
 def test_after_the_first_update_nothing_compiles_and_nothing_is_read(backend, kinds):
     num_replicas = backend.num_replicas
