@@ -13,7 +13,7 @@ from torch import nn
 import variable_batch_size as vbs
 import xla_replica
 
-EPOCHS = 5
+EPOCHS, LATER = 5, range(5, 7)
 # Steps of 1 to 6 minibatches of 4: several substeps, and idle replicas.
 EVEN = {"num_samples": 50, "trace": [8, 4, 16, 12, 4, 24, 8, 20]}
 # Epochs of 16 minibatches of 3 samples: their ends split pairs and blocks.
@@ -48,9 +48,6 @@ def train(name: str, epochs=range(EPOCHS), saved=None, **options):
             orders.append(run.epoch(epoch, run.minibatch))
         costs.append((counts.compilations, counts.transfers))
     return orders, run.grab.state_dict(), costs
-
-
-LATER = range(EPOCHS, EPOCHS + 2)
 
 
 def train_plainly(name: str, scheme: str = "sharded"):
@@ -102,13 +99,6 @@ def together(request, alone):
     return request.param, request.param.run(train_all, saved, timeout=180)
 
 
-def assert_same(found, expected) -> None:
-    """Asserts that orders are equal, and the rest but for rounding."""
-    assert found[0] == expected[0]
-    both = ((state["engine"]["state"], *rest) for _, state, *rest in (found, expected))
-    torch.testing.assert_close(*both, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_signs_are_credited_to_the_samples_they_are_of(together, alone, name):
     """Whichever replica ran them; and in a plain loop, however they share the sums."""
@@ -120,10 +110,11 @@ def test_signs_are_credited_to_the_samples_they_are_of(together, alone, name):
         assert len({tuple(order) for order in orders}) == EPOCHS
     for outcome in outcomes:
         *theirs, costs, resumed, plainly = outcome[name]
-        assert_same(theirs, own)
         assert resumed == afterwards
-        for found in plainly:
-            assert_same(found, plain)
+        for found, expected in [(theirs, own), *((each, plain) for each in plainly)]:
+            assert found[0] == expected[0]
+            both = ((s["engine"]["state"], *rest) for _, s, *rest in (found, expected))
+            torch.testing.assert_close(*both, rtol=1e-9, atol=1e-9)
         if backend.device == "xla":
             compilations, transfers = zip(*costs)
             assert compilations[2:] == (0, 0, 0)
@@ -209,14 +200,13 @@ def stopped_at(rank: int, name: str, folder, stop_at: int | None) -> list[list[i
     return [run.epoch(epoch, run.minibatch) for epoch in left]
 
 
-ON_XLA = row("xla", 3, slow=True).marks
-
-
 @pytest.mark.parametrize("name", ["mean", "pair"])
 @pytest.mark.parametrize(("first", "then"), [
     (Backend("cpu", 1), Backend("cpu", 2)),
     pytest.param(Backend("cpu", 3), Backend("cpu", 1), marks=replicas.of_torch_alone),
-    pytest.param(Backend("xla", 3), Backend("cpu", 2), marks=ON_XLA),
+    pytest.param(
+        Backend("xla", 3), Backend("cpu", 2), marks=row("xla", 3, slow=True).marks
+    ),
 ], ids=["1 then 2", "3 then 1", "3 on XLA, then 2"])  # fmt: skip
 def test_orders_go_on_in_the_middle_of_an_epoch(first, then, name, alone, tmp_path):
     """The number of replicas changes; epochs have four or five steps."""

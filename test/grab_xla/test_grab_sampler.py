@@ -24,6 +24,9 @@ from tools.tpu import cases
 from tools.tpu.program_checks import CASE_MARK, products, programs_by_case
 
 N = 22
+PARAMETERS = {"w": torch.zeros(2, 3), "b": torch.zeros(3)}
+LARGE = {"w": torch.zeros(100, 100), "b": torch.zeros(100), "s": torch.zeros(())}
+GOOD = {"w": torch.zeros(4, 2, 3), "b": torch.zeros(4, 3)}  # gradients of PARAMETERS
 
 
 def test_names_and_arguments_of_grab_sampler_are_taken():
@@ -138,10 +141,6 @@ def test_one_epoch_of_each_kernel_order():
     for name in ("compute_order", "update_v"):
         with pytest.raises(AttributeError, match=f"NTKFixedBalance has no '{name}'"):
             getattr(fixed.sorter, name)
-
-
-PARAMETERS = {"w": torch.zeros(2, 3), "b": torch.zeros(3)}
-GOOD = {"w": torch.zeros(4, 2, 3), "b": torch.zeros(4, 3)}
 
 
 @pytest.mark.parametrize(("grads", "message"), [
@@ -269,9 +268,6 @@ def test_an_epoch_left_in_the_middle_of_a_step_orders_what_was_updated():
     front = expected.index(order[8])
     assert expected == seen[:front] + order[8:] + seen[front:]
     assert xla_replica.launch(left_in_the_middle, (), 2, "cpu") == [expected] * 2
-
-
-LARGE = {"w": torch.zeros(100, 100), "b": torch.zeros(100), "s": torch.zeros(())}
 
 
 @pytest.mark.parametrize(("options", "num_samples", "size"), [

@@ -43,14 +43,12 @@ def assert_same_orders(theirs, mine, size):
     assert len(orders) == 5
 
 
-TYPES = [(name, {}) for name in ("mean", "pair", "recursive", "sign")]
-TYPES += [("recursive", {"depth": 3})]
-
-
 @pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize("normalize_grads", [False, True])
 @pytest.mark.parametrize(("balance_type", "options", "size"), [
-    *((*each, size) for each in TYPES for size in (1, 7, 32)),
+    *((name, {}, size) for name in ("mean", "pair", "recursive", "sign")
+      for size in (1, 7, 32)),
+    *(("recursive", {"depth": 3}, size) for size in (1, 7, 32)),
     # The blocks are the batches.
     *(("recursive-pair", {"batch_size": size}, size) for size in (2, 16, 32)),
 ])  # fmt: skip

@@ -34,10 +34,7 @@ def test_every_optimizer_keeps_inactive_weights_and_their_state_at_zero(
 
 
 def after_an_update(optimizer_of, fills: bool = False, **options):
-    """Yields of every layer the optimizer's state, who grew, who stayed, gradients.
-
-    It may fill the state before with ones, as a state that was loaded has there.
-    """
+    """Yields of every layer the optimizer's state, who grew, who stayed, gradients."""
     model = sparse.convnet()
     optimizer = optimizer_of(model.parameters())
     pruner = sparse.pruned(model, optimizer, **options)
@@ -46,7 +43,7 @@ def after_an_update(optimizer_of, fills: bool = False, **options):
     states = {name: optimizer.state[model.get_parameter(name)] for name in masks}
     for name, state in states.items() if fills else ():
         for tensor in sparse.kept_of(state, masks[name]):
-            tensor.fill_(1.0)
+            tensor.fill_(1.0)  # as in a state that was loaded
     sparse.train(model, optimizer, pruner, range(2, 3))
     twin.zero_grad()
     sparse.backward(twin, 2)
@@ -138,9 +135,6 @@ def test_lr_schedulers_made_before_or_after(before):
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
     assert optimizer.step == step
-
-
-# --- batches that are not finite, or that gradient scaling leaves out -----------------
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -236,11 +230,6 @@ def test_a_batch_that_zero_grad_discards_does_not_take_part(
     assert ends or sparse.equal(*runs)
 
 
-# --- passes that are thrown away ------------------------------------------------------
-
-ACTIVE = torch.tensor([[1.0, 1, 1, 1, 0, 0, 0, 0]])
-
-
 class Row:
     """A Linear of one row whose first four weights are active, and its pruner."""
 
@@ -248,8 +237,9 @@ class Row:
         torch.manual_seed(0)
         self.model = nn.Linear(8, 1, bias=False)
         self.sgd = torch.optim.SGD(self.model.parameters(), 0.1)
-        own = {"initial_masks": {"weight": ACTIVE}, "dense_first": False, "delta": 1}
-        own |= {"dense_allocation": 0.5, "alpha": 0.5, "T_end": 1000, **options}
+        own = {"initial_masks": {"weight": -torch.arange(8.0)[None]}, "delta": 1}
+        own |= {"dense_first": False, "dense_allocation": 0.5, "alpha": 0.5}
+        own |= {"T_end": 1000, **options}
         self.pruner = sparse.pruned(self.model, self.sgd, **own)
 
     def backward(self, *gradient: float) -> None:
@@ -314,19 +304,16 @@ def test_a_discarded_batch_does_not_grow_if_the_next_gradient_is_replaced(replac
     assert not row.model.weight.grad[0, 5:].any()
 
 
-PAGE, DETAILS = "docs/rigl_xla.md", "docs/rigl_xla_details.md"
-
-
 def test_the_examples_run(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    exec(block(PAGE, "python", "# line 1"), names)
+    exec(block("docs/rigl_xla.md", "python", "# line 1"), names)
     assert "num_rigl_steps=14" in capsys.readouterr().out
-    exec(block(PAGE, "python", "range(20)"), names)
+    exec(block("docs/rigl_xla.md", "python", "range(20)"), names)
     assert names["pruner"].step == 420
-    exec(block(DETAILS, "python", "print(report)"), names)
-    exec(block(DETAILS, "python", "cost_of("), names)
-    exec(block(DETAILS, "python", "SummaryWriter"), names)
+    exec(block("docs/rigl_xla_details.md", "python", "print(report)"), names)
+    exec(block("docs/rigl_xla_details.md", "python", "cost_of("), names)
+    exec(block("docs/rigl_xla_details.md", "python", "SummaryWriter"), names)
     assert "of dense training" in capsys.readouterr().out
     assert abs(names["report"].sparsity - 0.9) < 1e-3
     (events,) = tmp_path.glob("runs/events.out.tfevents.*")

@@ -11,6 +11,8 @@ from torch import nn
 
 from rigl_xla import Layer, RigLScheduler
 
+SPARSITIES = "sparsity_distribution"
+
 
 @pytest.mark.parametrize(("kind", "options"), [
     ("sgd", {}),
@@ -102,9 +104,6 @@ def test_a_schedule_without_an_update_is_warned_of(method):
     sparse.pruned(model, optimizer, method="static", T_end=3)
 
 
-SPARSITIES = "sparsity_distribution"
-
-
 def first(layer: Layer) -> torch.Tensor:
     """Scores the lowest index highest."""
     return -torch.arange(layer.weight.numel()).reshape(layer.weight.shape).float()
@@ -171,13 +170,12 @@ def test_masks_have_the_memory_format_of_weights(kind):
         assert tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def by_words(model, step):
-    draw = torch.Generator().manual_seed(step)
-    words = torch.randint(0, 10, (16,), generator=draw)
-    nn.functional.cross_entropy(model(words), words).backward()
-
-
 def test_a_run_of_rigl_torch_with_sparse_norms_resumes_from_its_own_state():
+    def by_words(model, step):
+        draw = torch.Generator().manual_seed(step)
+        words = torch.randint(0, 10, (16,), generator=draw)
+        nn.functional.cross_entropy(model(words), words).backward()
+
     layers = nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 10)
     again = copy.deepcopy(model := nn.Sequential(*layers))
     optimizer, other = sparse.sgd(model), sparse.sgd(again)
@@ -205,10 +203,9 @@ def test_a_run_of_rigl_torch_with_sparse_norms_resumes_from_its_own_state():
     assert sparse.equal(again.state_dict(), model.state_dict())
 
 
-LAYER = "5.weight"
 # Of a state and its part of this layer.
 DAMAGES = [
-    (lambda s, x: s["layers"].update(there=s["layers"].pop(LAYER)),
+    (lambda s, x: s["layers"].update(there=s["layers"].pop("5.weight")),
      "state_dict has 'there', which is not among weights that can"),
     (lambda s, x: s["dense"].append("8.weight"), "has '8.weight', which is not"),
     (lambda s, x: s["dense"].remove("0.weight"), "has '0.weight', which is not"),
@@ -227,7 +224,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(damage, says):
     model, optimizer, pruner = sparse.sparse_convnet()
     sparse.train(model, optimizer, pruner, range(4))
     state, masks = copy.deepcopy([pruner.state_dict(), pruner.masks])
-    damage(state, state["layers"][LAYER])
+    damage(state, state["layers"]["5.weight"])
     with pytest.raises(ValueError, match=says):
         pruner.load_state_dict(state)
     assert sparse.equal(pruner.masks, masks)

@@ -228,7 +228,6 @@ def count_epochs(rank: int) -> list[list]:
 
 @each("backend", replicas.ONE_XLA_BACKEND)
 def test_steps_read_nothing_and_compile_nothing_new(backend):
-    """The placements' transfer, as an epoch begins, does not cut a new program."""
     for replica in backend.run(count_epochs, timeout=120):
         for run, epochs in zip(RUNS, replica, strict=True):
             for epoch, (beginning, steps) in enumerate(epochs):

@@ -162,9 +162,6 @@ def test_replicas_are_dealt_equally_many_and_together_the_order(n, w, start):
     assert set(dealt.tolist()) <= set(range(n))
 
 
-# --- herding --------------------------------------------------------------------------
-
-
 def random_order(n: int, d: int, dtype=torch.float64) -> tuple[torch.Tensor, list[int]]:
     """Returns vectors whose mean, which must not count, is far from zero; an order."""
     draw = torch.Generator().manual_seed(0)
@@ -224,16 +221,13 @@ def test_that_of_an_epoch_is_around_its_own_mean_or_the_last_one(name, stale):
         assert sampler.sorter.grad_norms == pytest.approx(norms)
 
 
-ONES = torch.ones(3, 2)
-
-
 @pytest.mark.parametrize(("given", "error", "message"), [
     ((torch.ones(3),), ValueError, r"shape \(n, d\).*got \(3,\) in"),
     ((torch.ones(0, 2),), ValueError, r"got \(0, 2\)"),
-    ((ONES, [0.0, 1.0]), IndexError, "tensors used as indices must be long"),
-    ((ONES, [[0, 1]]), ValueError, r"got \(3, 2\) in \(1, 2\)"),
-    ((ONES, []), ValueError, r"got \(3, 2\) in \(0,\)"),
-    ((ONES, [0, 3]), IndexError, "out of range|out of bounds"),
+    ((torch.ones(3, 2), [0.0, 1.0]), IndexError, "used as indices must be long"),
+    ((torch.ones(3, 2), [[0, 1]]), ValueError, r"got \(3, 2\) in \(1, 2\)"),
+    ((torch.ones(3, 2), []), ValueError, r"got \(3, 2\) in \(0,\)"),
+    ((torch.ones(3, 2), [0, 3]), IndexError, "out of range|out of bounds"),
 ])  # fmt: skip
 def test_what_is_no_order_of_vectors_is_refused(given, error, message):
     with pytest.raises(error, match=message):

@@ -15,6 +15,10 @@ import xla_replica
 from grab_xla import herding
 from grab_xla.contrib import ntk
 
+SAMPLES = 21
+INPUTS, TARGETS = samples(SAMPLES)
+DATA = TensorDataset(INPUTS.unflatten(1, (2, 3)), TARGETS)
+
 
 def vectors(n: int, d: int, mean: float = 0.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
@@ -73,7 +77,6 @@ def test_the_sign_is_that_of_the_first_of_several_largest_entries():
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 @pytest.mark.parametrize(("n", "d"), [(20, 100), (20, 5)])
 def test_an_eigenvector_that_is_noise_is_warned_about(n, d, dtype):
-    """This is the null vector of a centred kernel, or a vector of a null space."""
     features = vectors(n, d)
     features = features - features.mean(0)
     kernel = (features @ features.T).to(dtype)
@@ -99,11 +102,6 @@ def test_matrices_are_square_and_finite(order, bad):
     ]:
         with pytest.raises(ValueError, match=told):
             order(kernel)
-
-
-SAMPLES = 21
-INPUTS, TARGETS = samples(SAMPLES)
-DATA = TensorDataset(INPUTS.unflatten(1, (2, 3)), TARGETS)
 
 
 def mlp(dtype=F64, norm=nn.BatchNorm1d) -> nn.Module:

@@ -9,7 +9,7 @@ import torch
 from support.grab_xla import ordering
 from support.grab_xla.ordering import KINDS
 from support.xla_replica.replicas import of_torch_alone
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from grab_xla import GraBSampler, GraBWarning
 from xla_replica.device.loader import DeviceLoader
@@ -39,10 +39,7 @@ MORE_LOADERS: dict[str, dict[str, Any]] = {
 }
 
 
-class SeveralSizes:
-    def __init__(self, sampler: GraBSampler) -> None:
-        self.sampler = sampler
-
+class SeveralSizes(BatchSampler):
     def __iter__(self):
         samples, sizes = iter(self.sampler), itertools.cycle([4, 7, 1, 9])
         while batch := list(itertools.islice(samples, next(sizes))):
@@ -52,7 +49,7 @@ class SeveralSizes:
 def loader_of(sampler: GraBSampler, kind: str = "plain") -> DataLoader | DeviceLoader:
     batches: dict[str, Any] = {"batch_size": BATCH, "sampler": sampler}
     if kind == "several sizes":
-        batches = {"batch_sampler": SeveralSizes(sampler)}
+        batches = {"batch_sampler": SeveralSizes(sampler, BATCH, False)}
     options = batches | (LOADERS | MORE_LOADERS)[kind]
     loader = DataLoader(range(sampler.num_samples), **options)
     return DeviceLoader(loader, lambda x: x) if kind == "device loader" else loader

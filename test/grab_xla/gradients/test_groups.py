@@ -19,6 +19,7 @@ from grab_xla import BALANCE_TYPES, Balancer, GraBSampler, GraBWarning
 from per_sample_grad import CoverageError
 
 N, GROUP = 26, 4
+X, Y = training.samples(N)
 
 
 def batch_norm_model() -> nn.Module:
@@ -26,9 +27,6 @@ def batch_norm_model() -> nn.Module:
     torch.manual_seed(0)
     layers = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)
     return nn.Sequential(*layers).double()
-
-
-X, Y = training.samples(N)
 
 
 def losses_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -237,12 +235,6 @@ def test_groups_can_be_reshuffled():
 
 
 LSTM = nn.LSTM(6, 3, batch_first=True)  # one operation, in float32
-
-
-def of_lstm() -> torch.Tensor:
-    return LSTM(X[:4, None].float())[0].sum((1, 2))
-
-
 UPDATE = SimpleNamespace(epoch=0, batch_size=16, minibatch_size=8)
 
 
@@ -264,8 +256,10 @@ UPDATE = SimpleNamespace(epoch=0, batch_size=16, minibatch_size=8)
     (lambda model, grab, order: (
         grab(0), step(grab, model, order[:4]), grab.after_update(UPDATE)
     ), "2 minibatches of 8 samples .* of 4 since .*a group is one"),
-    (lambda *_: training.balance(training.sampler_of(LSTM), LSTM, of_lstm),
-     r'(?s)LSTM.*fidelity="group"'),
+    (lambda *_: training.balance(
+        training.sampler_of(LSTM), LSTM, lambda x: LSTM(x)[0].sum((1, 2)),
+        X[:4, None].float(),
+    ), r'(?s)LSTM.*fidelity="group"'),
 ])  # fmt: skip
 def test_what_does_not_fit_groups_or_needs_them_is_named(call, message):
     model = batch_norm_model()

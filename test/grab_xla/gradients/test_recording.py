@@ -47,14 +47,12 @@ def losses_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
     return psg.token_cross_entropy(outputs, y)
 
 
-MODELS = {"mlp": training.mlp, "transformer": TiedTransformer}
-
-
 @functools.cache
 def trained(name: str, balance: str, how: str, **options) -> tuple[list, list]:
     """Returns every epoch's order, and the weights; ``how`` gradients are made."""
     torch.manual_seed(0)
-    model, kind = MODELS[name]().double(), KINDS[balance]
+    model = (training.mlp if name == "mlp" else TiedTransformer)().double()
+    kind = KINDS[balance]
     given = {"losses_of": losses_of, "size": BATCH, **kind.options, **options}
     if name == "transformer":
         inside = (n for n, _ in model.named_modules() if n.startswith("blocks"))
@@ -71,6 +69,7 @@ def assert_same_training(one: tuple, other: tuple, rtol=0.0, atol=0.0) -> None:
 
 GROUP = {"fidelity": "group", "group_size": BATCH}
 PROJECTED = {"fidelity": "projected", "projection_size": 60}
+each_fidelity = pytest.mark.parametrize("options", [{}, PROJECTED, GROUP])
 ORDERS = [
     *((name, {}) for name, kind in KINDS.items() if kind.oracle),
     ("mean", PROJECTED),
@@ -99,9 +98,6 @@ def test_orders_are_those_of_formed_gradients(name, balance, options):
         assert_same_training(found, formed, rtol=1e-9, atol=1e-12)
     if options.keys() & {"fidelity", "random_projection"}:
         assert formed[0] != trained(name, balance, "formed")[0]
-
-
-each_fidelity = pytest.mark.parametrize("options", [{}, PROJECTED, GROUP])
 
 
 @each_fidelity
@@ -196,7 +192,6 @@ def elastic(from_samples: bool = False, **options) -> tuple[list, list, list]:
 
 
 def elastic_runs(rank: int) -> list[tuple[list, list, list]]:
-    """In test_recording_beside_others.py the sampler deals groups itself."""
     return [elastic(from_samples=True), elastic(**PROJECTED), elastic(**GROUP)]
 
 

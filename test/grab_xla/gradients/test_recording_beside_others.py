@@ -18,6 +18,9 @@ from grab_xla import GraBSampler
 from grab_xla.gradients.row_copies import flattened, interleaved
 
 N, BATCH, EPOCHS = 24, 8, 4
+FROM_SAMPLES = {"how": "from samples"}
+GROUPS = {"fidelity": "group", "group_size": BATCH // 2}
+X, Y = torch.randn(4, 1, 7, 7, dtype=torch.float64), torch.arange(4) % 3
 
 
 def beside(what: str, how: str) -> tuple[list, list, list[float]]:
@@ -78,10 +81,6 @@ def trained(model, called, passes: int, how="recorded", **options) -> tuple[list
     return orders, [p.detach() for p in model.parameters()]
 
 
-FROM_SAMPLES = {"how": "from samples"}
-GROUPS = {"fidelity": "group", "group_size": BATCH // 2}
-
-
 def under_ddp(rank: int) -> list[tuple[list, list]]:
     found = []
     for options in ({}, FROM_SAMPLES, GROUPS):
@@ -130,9 +129,6 @@ def test_sharded_models_are_refused_at_construction():
     Backend("cpu", 2).run(refused)
 
 
-# --- ".grad" from the gradients of samples --------------------------------------------
-
-
 class WeightGradients(TorchDispatchMode):
     """Counts the convolutions of a backward pass that form a weight's gradient."""
 
@@ -150,9 +146,6 @@ def convolutions() -> nn.Module:
     model = nn.Sequential(*layers, nn.Flatten())
     model[-1].unused = nn.Linear(2, 2)
     return model.double()
-
-
-X, Y = torch.randn(4, 1, 7, 7, dtype=torch.float64), torch.arange(4) % 3
 
 
 def sampler(model: nn.Module, **options) -> GraBSampler:

@@ -189,9 +189,6 @@ def test_each_layer_begins_with_its_highest_scores(distribution):
             assert scores[name][mask].min() >= scores[name][~mask].max()
 
 
-# --- which weights are made sparse ----------------------------------------------------
-
-
 class Everything(nn.Module):
     def __init__(self):
         super().__init__()

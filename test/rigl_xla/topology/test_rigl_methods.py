@@ -148,10 +148,7 @@ def test_scores_of_a_user():
         pruner()
 
 
-BAD = pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-
-
-@BAD
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("structure", [None, "constant-fan-in"])
 def test_scores_where_they_do_not_count_may_be_anything(bad, structure):
     """Scores of inactive connections to drop, or of kept ones to grow, are not used."""
@@ -174,7 +171,7 @@ def test_scores_where_they_do_not_count_may_be_anything(bad, structure):
     assert not sparse.equal(*found[2:])
 
 
-@BAD
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("what", ["drop", "grow"])
 def test_scores_that_count_must_be_finite_in_their_own_layer(bad, what):
     def score(layer: Layer) -> torch.Tensor:

@@ -46,15 +46,13 @@ def test_every_annealing_begins_at_alpha_and_does_not_rise(annealing):
 
 # Few scores, so that many are equal; that of an active weight of zero is one of them.
 VALUES = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1e-30, 1e30])
+NUMBERS = st.lists(st.tuples(st.booleans(), VALUES, VALUES), min_size=1, max_size=12)
 
 
 def best(scores: list[float], eligible: list[bool], count: int) -> list[bool]:
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
     chosen = [i for i in order if eligible[i]][:count]
     return [i in chosen for i in range(len(scores))]
-
-
-NUMBERS = st.lists(st.tuples(st.booleans(), VALUES, VALUES), min_size=1, max_size=12)
 
 
 @settings(max_examples=300)
@@ -101,8 +99,6 @@ def test_initial_masks_have_as_many_connections_and_depend_on_seed_and_name_alon
     # A literal, so that a run resumes under another release: do not change it lightly.
     assert masks.random_mask(0, "fc.weight", 8, 3).nonzero().tolist() == [[4], [6], [7]]
 
-
-# --- sparsities per layer, by a slow solver and as published --------------------------
 
 SHAPES = {
     "stem": (8, 3, 3, 3), "wide": (64, 8, 3, 3), "thin": (16, 64, 1, 1),

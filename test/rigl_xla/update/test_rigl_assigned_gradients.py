@@ -146,10 +146,7 @@ def network():
 
 
 def composed_run(rank: int, hand: bool):
-    """Returns masks and minibatches by update, and counts by epoch.
-
-    With ``hand`` the only backward pass is that of the capture.
-    """
+    """Returns masks and minibatches by update, and counts by epoch."""
     replica = xla_replica.current()
     model = network().to(replica.device)
     grab = training.sampler_of(model, NUM_SAMPLES)

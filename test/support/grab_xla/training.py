@@ -103,10 +103,7 @@ def ordered(
 
 
 class Training:
-    """A model, an elastic optimizer, and the GraB sampler that orders its samples.
-
-    Every update tells it, if it ``attaches``; ``given`` is for `vbs.CustomSampler`.
-    """
+    """A model, an elastic optimizer, and the GraB sampler that orders its samples."""
 
     def __init__(
         self, model: nn.Module, inner: torch.optim.Optimizer, grab: GraBSampler,
