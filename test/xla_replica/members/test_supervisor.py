@@ -31,9 +31,7 @@ def signals():
 
 
 @pytest.mark.parametrize(("seconds", "status"), [(2.5, 0), (0, 3)])
-def test_a_member_that_dies_again_and_again_ends_no_other_one(
-    seconds, status, tmp_path, caplog
-):
+def test_a_member_that_always_dies_ends_no_other_one(seconds, status, tmp_path, caplog):
     script = ["-c", SCRIPT, str(tmp_path), str(seconds), str(status)]
     assert keep_running(script, 2, {}) == status
     assert "another one in 1 s" in caplog.text
@@ -41,9 +39,7 @@ def test_a_member_that_dies_again_and_again_ends_no_other_one(
 
 
 @pytest.mark.parametrize(("num_members", "most"), [(1, 3), (2, 4), (3, 6)])
-def test_where_all_die_alike_before_an_update_the_run_ends_soon(
-    num_members, most, caplog
-):
+def test_if_all_die_alike_before_an_update_the_run_ends_soon(num_members, most, caplog):
     """Each of them once, and one of them again: they die of the script's own error."""
     assert keep_running(["-c", "raise SystemExit(7)"], num_members, {}) == 7
     texts = "has died (7)", "those before it have failed"
@@ -53,10 +49,9 @@ def test_where_all_die_alike_before_an_update_the_run_ends_soon(
 
 UPDATES = """
 import os, pathlib, sys
-log = pathlib.Path(sys.argv[1])
-log.touch()
-number = len(log.read_text()) + 1
-log.write_text("x" * number)
+with open(sys.argv[1], "a") as log:
+    log.write("x")
+    number = log.tell()
 if number == 3:
     pathlib.Path(os.environ["LIVE_UPDATE_FILE"]).touch()
 sys.exit(0 if number == 5 else 1)
