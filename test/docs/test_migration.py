@@ -21,8 +21,8 @@ EARLIER = f"{FOLDER}/earlier_variable_batch_size.md"
 EPOCH = 1  # of 256 samples: its steps are 32, 128, 64 and 32
 TRACE = [64, 96, 96, 32, 128, 64, 32]
 ASSIGNED = [[], [2, 4], [6], []]
-# What the names that are gone meant: attributes and results at the beginning of the
-# epoch, replica 1 of 2. Those of None make something, which the table's code makes too.
+# What the names that are gone meant when the epoch begins, on replica 1 of 2. Those of
+# None make something, which the table's code makes too.
 MEANT = {
     "sampler.trace": TRACE,
     "sampler.dataset": 256,
@@ -150,9 +150,8 @@ def test_per_sample_gradients_are_the_same(classes):
     x, y = (tensor[:12] for tensor in classes.tensors)
     names = {"F": F, "model": small_model(), "x": x, "y": y, "pool": classes}
     names |= {"torch": torch, "loss_func": F.cross_entropy}
-    loop, one_pass, pool, functional, captured, _ = blocks(
-        f"{FOLDER}/per_sample_gradients.md", "python"
-    )
+    texts = blocks(f"{FOLDER}/per_sample_gradients.md", "python")
+    loop, one_pass, pool, functional, captured, _ = texts
     exec(loop, names)
     expected = torch.stack(names["norms"])
     exec(one_pass, names)

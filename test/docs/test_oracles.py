@@ -14,6 +14,9 @@ import rigl_xla
 import variable_batch_size as vbs
 import xla_replica
 
+LOCAL = xla_replica.LocalReplica("cpu")
+ALONE = {"num_replicas": 1, "rank": 0, "minibatch_size": 32}
+
 
 def last_of(code: str):
     """Returns the last function that a block of code defines."""
@@ -23,7 +26,7 @@ def last_of(code: str):
 
 
 def model_and_optimizer(**options) -> tuple[nn.Module, torch.optim.Optimizer]:
-    with xla_replica.LocalReplica("cpu").seeded(0):
+    with LOCAL.seeded(0):
         model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     return model, torch.optim.SGD(model.parameters(), lr=0.1, **options)
 
@@ -41,18 +44,14 @@ def assert_same(ours, theirs) -> None:
 def test_an_elastic_loop():
     code = block("docs/variable_batch_size.md", "python", "def train_by_hand(")
     inputs, targets = data(512)
-    batch_sizes, replica = [64, 128, 96, 32, 160], xla_replica.LocalReplica("cpu")
+    batch_sizes = [64, 128, 96, 32, 160]
     expected, plain = model_and_optimizer(momentum=0.9)
-    with replica.seeded(7):  # for its randperm
+    with LOCAL.seeded(7):  # for its randperm
         last_of(code)(expected, plain, inputs, targets, batch_sizes, 64)
 
     model, inner = model_and_optimizer(momentum=0.9)
-    sampler = vbs.CustomSampler(
-        range(512), batch_sizes, minibatch_size=32, num_replicas=1, rank=0, seed=7
-    )
-    optimizer = vbs.LinearRuleOptimizer(
-        inner, sampler, ref_batchsize=64, replica=replica
-    )
+    sampler = vbs.CustomSampler(range(512), batch_sizes, seed=7, **ALONE)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, 64, replica=LOCAL)
     for indices in sampler:
         F.cross_entropy(model(inputs[indices]), targets[indices]).backward()
         optimizer.step()
@@ -61,19 +60,15 @@ def test_an_elastic_loop():
 
 def test_the_loop_of_lockstep_goes_on_within_an_epoch():
     (inputs, targets), (model, inner) = data(512), model_and_optimizer()
-    replica, options = xla_replica.LocalReplica("cpu"), {"num_replicas": 1, "rank": 0}
-    sampler = vbs.CustomSampler(range(512), [64, 96], minibatch_size=32, **options)
+    sampler = vbs.CustomSampler(range(512), [64, 96], **ALONE)
     sampler.load_state_dict(sampler.state_dict() | {"step": 1})
-    optimizer = vbs.LinearRuleOptimizer(
-        inner, sampler, ref_batchsize=64, replica=replica, lockstep=True
-    )
+    options = {"replica": LOCAL, "lockstep": True}
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, 64, **options)
     optimizer.set_epoch(0)
     minibatches = ((inputs[rows], targets[rows]) for rows in sampler)
     scheduler = torch.optim.lr_scheduler.ConstantLR(inner)
-    exec(
-        block("docs/variable_batch_size.md", "python", "join_step()"),
-        globals() | locals(),
-    )
+    code = block("docs/variable_batch_size.md", "python", "join_step()")
+    exec(code, globals() | locals())
     assert optimizer.place == (0, 2, 0)
 
 

@@ -17,18 +17,14 @@ from support.scripts import python
 
 ALL = all_blocks()
 LANGUAGES = {"python", "sh", "diff", "csv", "text", "yaml"}
-# Of modules that ask for blocks of pages: this one runs none of them, and that of the
-# wheel runs again what this one does.
+# Of modules that ask for blocks: one runs none of them, and one runs them again.
 PASSED_OVER = ("test_page_blocks.py", "test_wheel.py")
 TEXTS = (ast.Constant, ast.JoinedStr, ast.Tuple)
 PARSE = argparse.ArgumentParser.parse_args
 
 
 def asked_for(source: str) -> list[tuple[str, ...]]:
-    """Returns the arguments of the calls of `block` and `blocks` in a test module.
-
-    Raises NameError if they are more than texts and names of texts of the module.
-    """
+    """Returns the arguments of the calls of `block` and `blocks` in a test module."""
     tree, names = ast.parse(source), {}
     for node in tree.body:
         if isinstance(getattr(node, "value", None), TEXTS):
@@ -54,10 +50,7 @@ ELSEWHERE = {
 
 
 def run_by(each: Block) -> list[str]:
-    """Returns the other modules that run a block.
-
-    That one unpacks all blocks of a page does not count beside one that takes this.
-    """
+    """Returns the other modules that run a block: those that name it, or the page's."""
     named = [
         test
         for (page, language, *words), test in ELSEWHERE.items()

@@ -16,9 +16,7 @@ import variable_batch_size as vbs
 import xla_replica
 from grab_xla import GraBSampler
 
-PAGES = pytest.mark.parametrize(
-    "page", pages(), ids=lambda page: str(page.relative_to(ROOT))
-)
+PAGES = pytest.mark.parametrize("page", pages(), ids=lambda p: str(p.relative_to(ROOT)))
 MODULES = {
     "vbs": "variable_batch_size",
     "psg": "per_sample_grad",

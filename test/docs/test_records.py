@@ -36,9 +36,8 @@ def check(row: str, shown: str, expected: float, digits: int) -> None:
 
 def test_what_a_comparison_in_every_pass_costs():
     found = record("outside_compared")
-    for name, training, once, always in table(
-        "docs/outside.md", "| model | training, ms"
-    ):
+    rows = table("docs/outside.md", "| model | training, ms")
+    for name, training, once, always in rows:
         prices = found["prices"][name.split(",")[0]]
         check(name, training, prices["training_ms"], 0)
         check(name, always, prices["every pass"], 2)
@@ -100,9 +99,7 @@ def test_accuracies_of_sparse_networks():
     recorded = record("rigl_digits")["accuracy"]
     for name, *shown in table("docs/rigl_xla.md", "| test accuracy in % | dense"):
         found = recorded[f"0.{name.split()[0]}"]
-        means = [
-            sum(found[method]) / 5 for method in ("dense", "static", "set", "rigl")
-        ]
+        means = [sum(found[way]) / 5 for way in ("dense", "static", "set", "rigl")]
         assert [cell.strip("*") for cell in shown] == [f"{mean:.1f}" for mean in means]
 
 

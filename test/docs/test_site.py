@@ -113,12 +113,8 @@ def test_pages_are_found_by_task():
 
 
 def test_the_contents_name_every_page_once():
-    listed = [
-        page
-        for table in conf.TABLES
-        for named in conf.contents(table).values()
-        for page in named
-    ]
+    tables = [conf.contents(table).values() for table in conf.TABLES]
+    listed = [page for table in tables for named in table for page in named]
     found = {page.relative_to(ROOT).with_suffix("").as_posix() for page in pages()}
     written = [page for page in listed if not page.startswith("build/reference/")]
     assert sorted(written) == sorted(found - {conf.root_doc} | {"examples/README"})
@@ -141,12 +137,13 @@ def test_troubleshooting_leads_to_the_page_of_all_errors_however_they_are_made()
     assert all(said in page for said in KNOWN)
 
 
+def package_sources() -> list[str]:
+    return [read(p) for name in conf.PACKAGES for p in ROOT.glob(f"{name}/**/*.py")]
+
+
 def test_a_message_names_the_section_that_troubleshooting_leads_to():
     """The first column quotes the message, and the last one says what to do."""
-    files = [
-        read(path) for name in conf.PACKAGES for path in ROOT.glob(f"{name}/**/*.py")
-    ]
-    sources = [re.sub(r'"\s+f?"', "", text) for text in files]
+    sources = [re.sub(r'"\s+f?"', "", text) for text in package_sources()]
     rows = re.findall(r"(?m)^\| `(.+)` \| (.+) \| (.+) \|$", read(TROUBLE))
     assert len(rows) == 10
     for quoted, cause, remedy in rows:
@@ -157,11 +154,7 @@ def test_a_message_names_the_section_that_troubleshooting_leads_to():
 
 
 def test_a_section_that_a_message_names_is_there():
-    named = {
-        found
-        for name in conf.PACKAGES
-        for file in ROOT.glob(f"{name}/**/*.py")
-        for found in re.findall(r"\b(docs/\w+\.md)#([\w-]+)", read(file))
-    }
+    section = r"\b(docs/\w+\.md)#([\w-]+)"
+    named = {each for text in package_sources() for each in re.findall(section, text)}
     assert len(named) >= 9
     assert not [each for each in named if each[1] not in anchors(ROOT / each[0])]

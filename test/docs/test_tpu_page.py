@@ -1,6 +1,5 @@
 """The lines for the first day on a TPU, on emulated replicas in place of its chips."""
 
-import functools
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import pytest
 from support.documents import ROOT, block, blocks, read
 from support.scripts import python
 from support.xla_replica import tpu_like
-from support.xla_replica.replicas import needs_xla, on_chips
+from support.xla_replica.replicas import on_chips, on_xla
 
 LINES = block("docs/tpu.md", "sh", "PJRT_DEVICE=TPU").splitlines()
 # Of each other line: what is added to it, that it takes seconds.
@@ -38,8 +37,7 @@ def test_every_line_is_run_or_only_a_tpu_vm_can_run_it():
     assert counted == ["bench_step.py"]  # on several hosts 8 is the number of one
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALLER)
 def test_a_line_prints_what_the_page_says(name, tmp_path, monkeypatch):
@@ -69,6 +67,10 @@ FAKES = {
     "echo MASTER_PORT=29500 MASTER_ADDR=${TPU_WORKER_HOSTNAMES%%,*}",
     "torchrun": 'echo "$*" on $TPU_WORKER_HOSTNAMES of $TORCH_TPU_TOPOLOGY',
 }
+STARTED = (
+    "--nnodes 2 --node_rank 1 --master_addr 10.0.0.1 --master_port 29500 "
+    "--nproc_per_node 8 train.py on 10.0.0.1,10.0.0.2 of 4x8\n"
+)
 
 
 @pytest.mark.parametrize("fails", ["", "1"])
@@ -86,24 +88,15 @@ def test_the_lines_for_torchtpu_on_several_hosts(fails, tmp_path, monkeypatch):
     assert done.stdout == ("" if fails else STARTED)
 
 
-STARTED = (
-    "--nnodes 2 --node_rank 1 --master_addr 10.0.0.1 --master_port 29500 "
-    "--nproc_per_node 8 train.py on 10.0.0.1,10.0.0.2 of 4x8\n"
-)
-
-
 SSH = "gcloud compute tpus tpu-vm ssh NAME --zone ZONE --worker=all --command"
 # On the way from the first ssh to the first update: set up, start, look, end.
-COMMANDS = re.split(
-    "^(?=gcloud)", block("docs/tpu.md", "sh", "tmux new-session"), flags=re.MULTILINE
-)[1:]
-# Runs a command on every host at once, as ssh does: by a shell that is not interactive,
-# in the home folder.
+COMMANDS = block("docs/tpu.md", "sh", "tmux new-session")
+COMMANDS = re.split("^(?=gcloud)", COMMANDS, flags=re.MULTILINE)[1:]
+# Runs a command on every host at once, as ssh does: by a plain shell, at home.
 GCLOUD = """#!{python}
 import json, pathlib, subprocess, sys
 *words, command = sys.argv[1:]
-asked = "compute tpus tpu-vm ssh NAME --zone ZONE --worker=all --command"
-assert words == asked.split(), words
+assert ["gcloud", *words] == {ssh!r}.split(), words
 hosts = json.loads(pathlib.Path({hosts!r}).read_text())
 shells = [subprocess.Popen(["bash", "-c", command], cwd=host["HOME"], env=host)
           for host in hosts]
@@ -124,6 +117,7 @@ class Slice:
     def __init__(self, folder: Path, num_hosts: int, num_chips: int) -> None:
         self.folder, programs = folder, folder / "bin"
         words = {"python": sys.executable, "bin": programs, "hosts": f"{folder}/hosts"}
+        words["ssh"] = SSH
         programs.mkdir(parents=True)
         texts = {name: f"#!/bin/bash\n{text}\n" for name, text in PROGRAMS.items()}
         for name, text in {**texts, "gcloud": GCLOUD}.items():
@@ -140,8 +134,7 @@ class Slice:
         (folder / "hosts").write_text(json.dumps(variables))
 
     def run(self, command: str) -> str:
-        done = python("-c", command, command=["sh"], timeout=300, PATH=self.path)
-        return done.stdout
+        return python("-c", command, command=["sh"], timeout=300, PATH=self.path).stdout
 
     def wait_for(self, is_there: Callable[[], object]) -> None:
         deadline = time.monotonic() + 240
@@ -162,21 +155,12 @@ class Slice:
 
     @staticmethod
     def _tmux(home: Path, command: str) -> int:
-        variables = {**os.environ, "TMUX_TMPDIR": str(home)}
-        return subprocess.run(
-            ["tmux", command], env=variables, capture_output=True
-        ).returncode
-
-
-def has_saved(folder: Path, num_updates: int) -> bool:
-    """Returns whether there is a checkpoint of so many updates, or of more."""
-    names = [file.name for file in folder.glob("*.pt")]
-    return max(names, default="") > f"update-{num_updates:08d}"
+        options = {"env": {**os.environ, "TMUX_TMPDIR": str(home)}}
+        done = subprocess.run(["tmux", command], **options, capture_output=True)
+        return done.returncode
 
 
 @on_chips
-@needs_xla
-@pytest.mark.xla
 def test_hosts_train_save_when_they_are_ended_and_others_go_on(tmp_path, request):
     """By the page's own commands, and the README's script in the user's repository."""
     set_up, start, look, end = COMMANDS
@@ -199,7 +183,8 @@ def test_hosts_train_save_when_they_are_ended_and_others_go_on(tmp_path, request
         hosts.run(set_up.replace("REPOSITORY", str(repository)))
         hosts.run(start)
         assert not any(hosts.sessions())
-        hosts.wait_for(functools.partial(has_saved, saved, counts[-1] + 20))
+        last = saved / f"update-{counts[-1] + 20:08d}"
+        hosts.wait_for(lambda last=last: max(saved.glob("*.pt"), default=saved) > last)
         hosts.run(end)
         hosts.wait_for(lambda hosts=hosts: all(hosts.sessions()))
         told = r"stopped after (\d+) updates: received SIGTERM.* from (\S+\.pt)$"
@@ -210,8 +195,6 @@ def test_hosts_train_save_when_they_are_ended_and_others_go_on(tmp_path, request
 
 
 @on_chips
-@needs_xla
-@pytest.mark.xla
 @pytest.mark.parametrize(("name", "smaller", "told"), [
     ("cases.py", "'plain step'", "plain step: "),
     ("bench_step.py", f"{SMALLER['bench_step.py']} --batch-sizes 1", "replicas: 2"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.documents import ROOT, block, blocks, patched
 from support.scripts import run_script, words
-from support.xla_replica.replicas import of_torch_alone
+from support.xla_replica.replicas import of_torch_alone, slow
 
 import variable_batch_size as vbs
 
@@ -80,9 +80,7 @@ def uninterrupted(tmp_path_factory) -> dict[int, float]:
     return train_here(tmp_path_factory.mktemp("elastic"), "elastic")
 
 
-@pytest.mark.parametrize(("stage", "least"), [
-    ("ordinary", 85), pytest.param("adascale", 75, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(("stage", "least"), [("ordinary", 85), slow("adascale", 75)])
 def test_a_script_learns(tmp_path, stage, least):
     found = train_here(tmp_path, stage)
     assert list(found) == list(range(EPOCHS))
@@ -113,9 +111,7 @@ def test_the_resumable_script_continues(tmp_path, uninterrupted, caplog):
 
 
 @pytest.mark.slow
-def test_the_ordered_script_learns_and_continues_on_several_replicas(
-    tmp_path, uninterrupted
-):
+def test_the_ordered_script_learns_and_continues_on_replicas(tmp_path, uninterrupted):
     alone = train_here(tmp_path / "alone", "ordered")
     assert max(alone.values()) > 85
     assert alone != uninterrupted

@@ -70,10 +70,7 @@ def test_the_jobset_has_only_fields_of_its_schema():
 
 @pytest.fixture
 def schemas(monkeypatch) -> ModuleType:
-    """SkyPilot's module of JSON schemas, without what else importing it would need.
-
-    What stands in has lists of values, which SkyPilot compares by a keyword of its own.
-    """
+    """SkyPilot's module of JSON schemas, without what else importing it would need."""
     spec = importlib.util.find_spec("sky")
     if spec is None:
         package("sky")  # skips, or fails where it must be there
@@ -98,8 +95,7 @@ def errors_in(task: dict[str, Any], schemas: ModuleType) -> list[str]:
     """What SkyPilot would refuse, part by part as it checks a task."""
     parts = [(task, schemas.get_task_schema())]
     parts += [(task["resources"], schemas.get_resources_schema())]
-    for mount in task["file_mounts"].values():
-        parts.append((mount, schemas.get_storage_schema()))
+    parts += [(m, schemas.get_storage_schema()) for m in task["file_mounts"].values()]
     validator = package("jsonschema").Draft202012Validator
     found = [validator(schema).iter_errors(part) for part, schema in parts]
     return [error.message for errors in found for error in errors]

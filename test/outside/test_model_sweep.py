@@ -1,7 +1,6 @@
 """Models of other libraries: norms that are never wrong, and coverage that only grows.
 
-docs/outside.md shows what was found last. A model that gets worse fails here, and so
-does one that gets better, until the table tells it.
+A model that gets better than the table of docs/outside.md fails, too.
 """
 
 import pytest

@@ -1,8 +1,7 @@
 """Opacus's own tests of its layers, on our gradients in place of Opacus's.
 
-The tests come with Opacus; nothing of them is here but their names. Each compares every
-sample's gradient with a loop over the samples. What is replaced is the one method that
-asks Opacus for the gradients.
+The tests come with Opacus, and compare each sample's gradient with a loop's. Replaced
+is the one method that asks Opacus for the gradients.
 """
 
 import importlib
@@ -22,9 +21,8 @@ package("opacus")
 theirs = package("opacus.utils.per_sample_gradients_utils")
 
 PACKAGE = "opacus.tests.grad_samples"
-# Tests of layers with parameters that no rule accounts for: this one uses weights of
-# layers that it does not call. They pass with fallback="loop", and are refused without
-# it: what is covered is taken out of here.
+# Of layers with parameters that no rule accounts for: this one's are of layers that it
+# does not call. They pass with fallback="loop", and are refused without it.
 NEED_FALLBACK = ("RNN_test",)
 
 
@@ -91,8 +89,7 @@ def collect() -> dict[str, type]:
                 importlib.import_module(f"{PACKAGE}.{found.name}")
     finally:
         settings.load_profile(before)
-    theirs_by_class = base.__subclasses__()
-    return {n: each for t in theirs_by_class for n, each in adapted(t).items()}
+    return {n: each for t in base.__subclasses__() for n, each in adapted(t).items()}
 
 
 globals().update(collect())

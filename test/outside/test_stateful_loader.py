@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,10 +79,10 @@ def test_the_first_replicas_state_loads_on_another_number(num_workers, num_repli
     loaders = [loader_of(num_workers, rank, 2) for rank in range(2)]
     plan = loaders[0].batch_sampler.plan
     passes = [iter(loader) for loader in loaders]
-    for step in range(4):  # replica 1 is idle in the last of them
-        for rank, minibatches in enumerate(passes):
-            for _ in range(plan.num_substeps(rank)[step]):
-                next(minibatches)
+    for rank, minibatches in enumerate(passes):
+        # Four steps; replica 1 is idle in the last of them.
+        for _ in range(sum(plan.num_substeps(rank)[:4])):
+            next(minibatches)
     state = loaders[0].state_dict()
     left, expected = [], expected[plan.starts[4] :]
     for rank in range(num_replicas):
@@ -130,18 +131,14 @@ def test_what_would_skip_minibatches_is_refused():
         iter(loader_of(2, in_order=False))
 
 
-def train(
-    rank: int, folder: str, num_workers: int, updates: int, keeps_loader: bool, dataset
-) -> tuple[list[tuple[int, list[int]]], torch.Tensor]:
+def train(rank, folder: Path, num_workers: int, updates: int, keeps_loader, dataset):
     """Trains until so many updates are made in all; returns samples and the weight."""
-    num_replicas = xla_replica.current().num_replicas
-    loader = loader_of(num_workers, rank, num_replicas, dataset())
+    loader = loader_of(num_workers, rank, xla_replica.current().num_replicas, dataset())
     sampler = loader.batch_sampler
     model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
     torch.nn.init.ones_(model.weight)
-    optimizer = vbs.LinearRuleOptimizer(
-        torch.optim.SGD(model.parameters(), lr=2.0**-12), sampler, ref_batchsize=8
-    )
+    inner = torch.optim.SGD(model.parameters(), lr=2.0**-12)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8)
     parts = {"loader": loader} if keeps_loader else {}
     checkpointer = vbs.Checkpointer(folder, optimizer, model=model, **parts)
     checkpointer.load()
@@ -178,16 +175,16 @@ def by_step(outcomes) -> dict[int, list[int]]:
     return steps
 
 
-@pytest.mark.parametrize(("num_workers", "keeps_loader", "dataset"), [
+@pytest.mark.parametrize(("num_workers", "keeps", "dataset"), [
     (0, True, numbers), (2, True, stream), (2, False, numbers),
 ])  # fmt: skip
-def test_a_run_is_stopped_and_goes_on_with_other_replicas(
-    tmp_path, num_workers, keeps_loader, dataset
+def test_a_stopped_run_goes_on_with_other_replicas(
+    tmp_path, num_workers, keeps, dataset
 ):
     """With an elastic optimizer, whose state has the place; a loader's may be saved."""
-    whole = [train(0, str(tmp_path / "whole"), num_workers, 11, False, dataset)]
-    train(0, str(tmp_path / "cut"), num_workers, 5, keeps_loader, dataset)
-    arguments = (str(tmp_path / "cut"), num_workers, 11, keeps_loader, dataset)
+    whole = [train(0, tmp_path / "whole", num_workers, 11, False, dataset)]
+    train(0, tmp_path / "cut", num_workers, 5, keeps, dataset)
+    arguments = tmp_path / "cut", num_workers, 11, keeps, dataset
     after = Backend("cpu", 3).run(train, *arguments)
     assert by_step(after) == by_step(whole)
     assert all(torch.allclose(w, whole[0][1], rtol=1e-12) for _, w in after)

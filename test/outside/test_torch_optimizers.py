@@ -47,16 +47,11 @@ def database() -> dict[str, Any]:
 
 
 def options(name: str) -> list[Any]:
-    """Returns what torch tests an optimizer with: descriptions and ``kwargs``.
+    """Returns what torch tests an optimizer with, by every implementation of a CPU."""
+    from torch.testing._internal import common_optimizers as common
 
-    Each option is there with every implementation that a CPU has: a loop over the
-    parameters, ``foreach`` and ``fused``.
-    """
-    from torch.testing._internal import common_optimizers
-
-    return common_optimizers._get_optim_inputs_including_global_cliquey_kwargs(
-        "cpu", torch.float32, database()[name], skip=("differentiable",)
-    )
+    get = common._get_optim_inputs_including_global_cliquey_kwargs
+    return get("cpu", torch.float32, database()[name], skip=("differentiable",))
 
 
 def weights(name: str, kwargs: dict[str, Any], is_wrapped: bool) -> list[torch.Tensor]:
@@ -111,15 +106,15 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
         [lr_scheduler.ExponentialLR(o, 0.9), lr_scheduler.StepLR(o, 3)], o
     ),
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: 1 / (t + 1)),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.9),
-    "SWALR": lambda o: swa_utils.SWALR(o, swa_lr=0.01, anneal_epochs=6),
+    "SWALR": functools.partial(swa_utils.SWALR, swa_lr=0.01, anneal_epochs=6),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [5]
     ),
 }
 # Of the others, what they take beside the optimizer.
 ARGUMENTS: dict[str, dict[str, Any]] = {
+    "LambdaLR": {"lr_lambda": lambda t: 1 / (t + 1)},
+    "MultiplicativeLR": {"lr_lambda": lambda t: 0.9},
     "ConstantLR": {"factor": 0.5, "total_iters": 4},
     "CosineAnnealingLR": {"T_max": 8},
     "CosineAnnealingWarmRestarts": {"T_0": 3},
@@ -140,18 +135,14 @@ INNER = {
 }
 
 
-def scheduled(
-    name: str, inner: str, place: str | None = None, by_hand: bool = True
-) -> tuple[torch.Tensor, list[float]]:
+def scheduled(name: str, inner: str, place: str | None = None, by_hand: bool = True):
     """Returns the last weights and the learning rate of every update.
 
-    With a place the optimizer is wrapped, under the constant rule, and the scheduler
-    is built with the inner optimizer or, if it is ``"wrapper"``, with that.
+    With a place, of what the scheduler is built with, the optimizer is wrapped.
     """
     weight, lrs = nn.Parameter(torch.linspace(-1, 1, 5)), []
     optimizer = wrapper = INNER[inner]([weight])
-    samples = range(NUM_UPDATES)
-    sampler = vbs.CustomSampler(samples, 1, minibatch_size=1, verbose=False)
+    sampler = vbs.CustomSampler(range(NUM_UPDATES), 1, minibatch_size=1, verbose=False)
     if place:
         wrapper = vbs.ElasticOptimizer(optimizer, sampler, "constant")
         wrapper.attach(lambda update: lrs.append(update.lr[0]))
@@ -208,8 +199,7 @@ def time_constant(share: float) -> float:
 def gradients(num_steps: int, num_minibatches: int) -> torch.Tensor:
     """Returns the minibatches' gradients of every step: ``(5,)`` each.
 
-    Their noise is small enough for no estimate to be negative: AdaptDL and fairscale
-    make such estimates zero, ours stay unbiased.
+    Their noise makes no estimate negative, which theirs, not ours, would make zero.
     """
     random = np.random.default_rng(0)
     return torch.from_numpy(2 + random.normal(size=(num_steps, num_minibatches, 5)))
@@ -232,9 +222,8 @@ def test_gains_of_every_group_are_those_of_fairscale():
 
     def loss(groups: list[dict], row: torch.Tensor) -> torch.Tensor:
         """Returns one with gradient ``row``, cut at the groups' sizes."""
-        return sum(
-            (p * g["params"][0]).sum() for p, g in zip(row.split((2, 3)), groups)
-        )
+        weights = [group["params"][0] for group in groups]
+        return sum(map(torch.dot, row.split((2, 3)), weights))
 
     for rows in gradients(8, num_minibatches):
         for row in rows:
@@ -261,10 +250,8 @@ def test_noise_is_what_adaptdl_measures(num_minibatches):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     weight, own = (nn.Parameter(torch.zeros(5).double()) for _ in range(2))
-    replica = SimpleNamespace(require_backward_grad_sync=True)
-    scale = module.GradientNoiseScale(
-        replica, SGD([weight], 0.01), num_replicas=1, accum_scale=1.0
-    )
+    replica, plain = SimpleNamespace(require_backward_grad_sync=True), SGD([weight], 1)
+    scale = module.GradientNoiseScale(replica, plain, num_replicas=1, accum_scale=1.0)
     noise = vbs.NoiseOptions(time_constant=time_constant(0.999))
     _, optimizer = make((num_minibatches,), [own], noise=noise)
     one = pytest.approx(1, rel=1e-5)

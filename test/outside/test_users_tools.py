@@ -202,10 +202,8 @@ def test_mlflow_takes_the_numbers_of_a_run_by_log_metrics(tmp_path, monkeypatch)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # which MLflow 3 asks for
     mlflow = package("mlflow")
     mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
-    parameter, dataset = nn.Parameter(torch.ones(1)), range(NUM_SAMPLES)
-    sampler, optimizer = elastic(
-        torch.optim.SGD([parameter], 0.125), dataset, noise=True
-    )
+    inner = torch.optim.SGD([parameter := nn.Parameter(torch.ones(1))], 0.125)
+    sampler, optimizer = elastic(inner, range(NUM_SAMPLES), noise=True)
     with mlflow.start_run() as run:
         log = vbs.RunLog(None, optimizer, log_steps=3, sinks=[mlflow.log_metrics])
         optimizer.attach(log)
@@ -217,10 +215,10 @@ def test_mlflow_takes_the_numbers_of_a_run_by_log_metrics(tmp_path, monkeypatch)
         log.write(accuracy=70.5)
         log.close()
     client, run_id = mlflow.MlflowClient(), run.info.run_id
-    found = {}
-    for name in client.get_run(run_id).data.metrics:
-        history = client.get_metric_history(run_id, name)
-        found[name] = [(metric.step, metric.value) for metric in history]
+    found = {
+        name: [(m.step, m.value) for m in client.get_metric_history(run_id, name)]
+        for name in client.get_run(run_id).data.metrics
+    }
     assert found["batch_size"] == [(step, TRACE[step]) for step in (0, 3, 6)]
     assert found["lr"] == [(step, TRACE[step] / 64) for step in (0, 3, 6)]
     for name in ("loss", "noise_scale"):
@@ -252,30 +250,31 @@ CELLS = (
 )
 
 
-def test_a_notebook_launches_a_function_of_a_cell(monkeypatch):
+@pytest.fixture
+def last_outputs(monkeypatch, tmp_path):
+    """Runs the cells of a notebook in a folder, and returns what the last one shows."""
     nbformat, nbclient = package("nbformat"), package("nbclient")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    cells = [nbformat.v4.new_code_cell(source) for source in CELLS]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    assert notebook.cells[-1].outputs[-1]["data"]["text/plain"] == "[12.0, 12.0, 12.0]"
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    where = {"resources": {"metadata": {"path": str(tmp_path)}}, "timeout": 300}
+
+    def run(*sources: str) -> list:
+        cells = [nbformat.v4.new_code_cell(source) for source in sources]
+        notebook = nbformat.v4.new_notebook(cells=cells)
+        nbclient.NotebookClient(notebook, kernel_name="python3", **where).execute()
+        return notebook.cells[-1].outputs
+
+    return run
 
 
-def test_the_quick_start_runs_in_a_notebook(monkeypatch, tmp_path):
-    nbformat, nbclient = package("nbformat"), package("nbclient")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    monkeypatch.setenv("PATH", binaries)
+def test_a_notebook_launches_a_function_of_a_cell(last_outputs):
+    assert last_outputs(*CELLS)[-1]["data"]["text/plain"] == "[12.0, 12.0, 12.0]"
+
+
+def test_the_quick_start_runs_in_a_notebook(last_outputs):
     command = block("README.md", "sh", "vbs make ramp").splitlines()[0]
-    sources = f"!{command}", *blocks("README.md", "python")
-    notebook = nbformat.v4.new_notebook(
-        cells=[*map(nbformat.v4.new_code_cell, sources)]
-    )
-    nbclient.NotebookClient(
-        notebook, timeout=300, kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path)}},
-    ).execute()  # fmt: skip
-    shown = "".join(output["text"] for output in notebook.cells[-1].outputs)
+    outputs = last_outputs(f"!{command}", *blocks("README.md", "python"))
+    shown = "".join(output["text"] for output in outputs)
     assert "test accuracy" in shown
     assert "update=149/149" in shown  # a bar
 

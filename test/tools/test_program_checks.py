@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.documents import read
-from support.xla_replica.replicas import needs_xla
+from support.xla_replica.replicas import on_xla
 from torch import nn
 
 import xla_replica
@@ -169,8 +169,7 @@ def logs_of(monkeypatch, tmp_path):
     return write
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 def test_the_programs_of_replicas_are_checked(logs_of):
     logs = [*map(programs_by_case, logs_of(wrong_runs)[0])]
 
@@ -207,8 +206,7 @@ def run_traced(rank: int) -> list[float]:
         return replica.fetch([values])[0].tolist()
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 def test_programs_that_are_written_without_being_run_are_those_that_run(logs_of):
     [_, run], _ = logs_of(run_elastic)
     [_, traced], fetched = logs_of(run_traced)
@@ -238,8 +236,7 @@ def all_starts(rank: int) -> dict[str, int]:
     return {kind: bench_start.start(rank, kind, 0.0)[1] for kind in bench_start.KINDS}
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 def test_a_start_compiles_few_programs():
     """Its cache on disk cannot be loaded, so every start compiles all of them."""
     assert xla_replica.launch(all_starts, (), 2, "xla")[0] == PROGRAMS

@@ -15,12 +15,8 @@ pytest.importorskip("sklearn")
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
-from tools.studies import (
-    convex_problems,
-    exact_study,
-    language_model_study,
-    rigl_digits,
-)
+from tools.studies import convex_problems, exact_study, rigl_digits
+from tools.studies import language_model_study as lm_study
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,8 +61,7 @@ def test_balanced_orders_settle_five_times_closer_to_the_minimum(tmp_path):
 @pytest.mark.parametrize("name", ["breast_cancer", "diabetes"])
 def test_gradients_and_minimum_of_the_problems(name):
     """Gradients are autograd's, and another optimizer finds no lower value."""
-    row = convex_problems.PROBLEMS[name]
-    problem = convex_problems.make_problem(*row, multiple=16)
+    problem = convex_problems.make_problem(*convex_problems.PROBLEMS[name], multiple=16)
     generator = torch.Generator().manual_seed(0)
     shape = problem.initial().shape
     weights = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -102,7 +97,7 @@ def test_seesaw_saves_a_third_of_the_updates(tmp_path):
 def study(folder: Path, *options: object) -> dict[str, Any]:
     """Returns what a quick study of language models saves, whose runs are made once."""
     paths = ("--output", folder / "a.json", "--folder", folder)
-    language_model_study.main(words(["--quick", "--jobs", 1, *paths, *options]))
+    lm_study.main(words(["--quick", "--jobs", 1, *paths, *options]))
     return json.loads((folder / "a.json").read_text())
 
 
@@ -121,8 +116,8 @@ def test_ways_of_a_language_model_see_equal_samples_and_are_made_once(tmp_path):
 
 
 def test_the_page_has_the_figures_of_the_study_of_a_language_model(capsys):
-    record = json.loads(read("docs/benchmarks/language_model_study.json"))
-    language_model_study.tell(record["ways"])
+    record = json.loads(read("docs/benchmarks/lm_study.json"))
+    lm_study.tell(record["ways"])
     page, lines = read("docs/study.md"), capsys.readouterr().out.splitlines()
     assert len(lines) == 8
     assert all(line.strip() in page for line in lines)
@@ -154,9 +149,8 @@ def test_the_study_of_rigl_measures_records_and_draws(tmp_path, capsys):
     ])  # fmt: skip
     record = saved_by(output, image)
     for method in ("static", "rigl"):
-        assert record["accuracy"]["0.9"][method] == [
-            rigl_digits.accuracies(method, 0.9, seed, 80)[-1] for seed in (0, 1)
-        ]
+        ends = [rigl_digits.accuracies(method, 0.9, n, 80)[-1] for n in (0, 1)]
+        assert record["accuracy"]["0.9"][method] == ends
     text = capsys.readouterr().out
     assert "90% sparse: accuracy at the end" in text
     assert f"{record['rigl_over_static']['0.9']:.2f} points above" in text

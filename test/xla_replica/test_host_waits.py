@@ -1,7 +1,6 @@
-"""What makes the host wait for an accelerator, counted where there is none.
+"""What makes the host wait for an accelerator, whose place the 'meta' device takes.
 
-The 'meta' device takes its place: every operation runs, and a copy from the host's
-memory is seen on its way. Reading a value of it is an error.
+Every operation runs there, and a copy from the host is seen on its way.
 """
 
 import contextlib
@@ -30,10 +29,7 @@ META = torch.device("meta")
 
 
 class BlockingCopies(TorchDispatchMode):
-    """Counts operations that take a tensor of the host's memory to the device.
-
-    The memory that torch can pin needs an accelerator, so here none is.
-    """
+    """Counts operations that take a tensor of the host's memory to the device."""
 
     number = 0
 
@@ -100,16 +96,13 @@ def model_on(device: torch.device) -> nn.Module:
     ("sgd-momentum", "adascale", True, {"decay_per_sample": True}),
     ("sgd-momentum", "adascale", True, {"reduction": "sum"}),
 ])  # fmt: skip
-@pytest.mark.parametrize(
-    ("lazy", "overlaps"), [(False, False), (False, True), (True, True)]
-)
+@pytest.mark.parametrize(("cls", "lazy"), [
+    (OneOfTwo, False), (Overlapping, False), (Overlapping, True),
+])  # fmt: skip
 def test_an_update_never_waits_for_the_device(
-    optimizer, rule, scheduled, options, lazy, overlaps, monkeypatch
+    optimizer, rule, scheduled, options, cls, lazy, monkeypatch
 ):
-    """Not for a learning rate that is new at every update either.
-
-    A lazy device is sent new numbers, and like the others is never read.
-    """
+    """Not for a new learning rate either; a lazy device is sent it, and never read."""
     monkeypatch.setitem(device_traits._TRAITS, "meta", DeviceTraits(is_lazy=lazy))
     model = model_on(META)
     trace, of_two = [8, 24, 16, 32], {"num_replicas": 2, "rank": 0}
@@ -117,7 +110,7 @@ def test_an_update_never_waits_for_the_device(
     weighted = "reduction" in options
     options = {"ref_weight" if weighted else "ref_batchsize": 16, **options}
     inner = OPTIMIZERS[optimizer](model.parameters(), 0.25)
-    replica = (Overlapping if overlaps else OneOfTwo)(0, 2, META, "a test")
+    replica = cls(0, 2, META, "a test")
     wrapper = vbs.ElasticOptimizer(inner, sampler, rule, replica=replica, **options)
     if scheduled:
         wrapper.attach(torch.optim.lr_scheduler.CosineAnnealingLR(inner, 4))
@@ -172,9 +165,8 @@ def test_an_update_on_a_gpu_waits_for_nothing_but_exact_sums(rule, options, wait
     if "exact" in options:
         torch.use_deterministic_algorithms(True)
         options = {"exact": model}
-    sampler = vbs.CustomSampler(
-        range(800), [4, 8, 16, 12], minibatch_size=4, on_end="cycle", verbose=False
-    )
+    trace, cycles = [4, 8, 16, 12], {"minibatch_size": 4, "on_end": "cycle"}
+    sampler = vbs.CustomSampler(range(800), trace, verbose=False, **cycles)
     inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     wrapper = vbs.ElasticOptimizer(inner, sampler, rule, 8, **options)
     wrapper.attach(torch.optim.lr_scheduler.CosineAnnealingLR(inner, 80))
@@ -196,9 +188,6 @@ def test_an_update_on_a_gpu_waits_for_nothing_but_exact_sums(rule, options, wait
     assert updates > 20
 
 
-# --- a loader beside the training ---------------------------------------------------
-
-
 def test_batches_are_copied_from_pinned_memory_when_their_turn_has_come(monkeypatch):
     """By the thread of the training loop, on whose stream they are used."""
     monkeypatch.setitem(device_traits._TRAITS, "meta", DeviceTraits(has_streams=True))
@@ -218,9 +207,8 @@ def test_batches_are_copied_from_pinned_memory_when_their_turn_has_come(monkeypa
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.Tensor, "to", copy)
     numbers, main = range(1, 6), threading.current_thread().name
-    batches = [
-        {"x": torch.full((n,), n), "y": [torch.full((1,), n), "text"]} for n in numbers
-    ]
+    full = torch.full
+    batches = [{"x": full((n,), n), "y": [full((1,), n), "text"]} for n in numbers]
     for n, batch in zip(numbers, LocalReplica(META).loader(batches), strict=True):
         assert (len(batch["x"]), batch["y"][1]) == (n, "text")
         assert batch["x"].device == batch["y"][0].device == META

@@ -144,17 +144,13 @@ def lose() -> None:
 
 
 class Lost:
-    """What arrives of a batch whose worker was killed while it was sent."""
-
-    def __reduce__(self):
-        return lose, ()
-
-
-class Unreachable:
-    """A dataset on a server that is away."""
+    """A dataset on a server that is away; or a batch that is lost on its way."""
 
     def __getitem__(self, index: int) -> None:
         lose()
+
+    def __reduce__(self):
+        return lose, ()
 
 
 def test_a_worker_that_died_is_the_error_where_no_handler_can_say_so():
@@ -167,4 +163,4 @@ def test_a_worker_that_died_is_the_error_where_no_handler_can_say_so():
     with pytest.raises(RuntimeError, match="a worker of a DataLoader has died"):
         xla_replica.launch(reads, ([0], lambda batch: Lost()), device="cpu")
     with pytest.raises(ConnectionResetError):
-        xla_replica.launch(reads, (Unreachable(), list), device="cpu")
+        xla_replica.launch(reads, (Lost(), list), device="cpu")

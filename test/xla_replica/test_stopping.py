@@ -11,16 +11,17 @@ import pytest
 import torch
 from support.scripts import python
 from support.xla_replica import replicas, stopping
+from support.xla_replica.replicas import SEVERAL_REPLICAS, of_torch_alone, row
 
 import xla_replica
-from xla_replica import ReplicaError, Stopped
+from xla_replica import ReplicaError, Stopped, StopRequest
 from xla_replica.stopping import forwarding
 
 STARTERS = {
-    "local": (stopping.LOCAL, [replicas.of_torch_alone]),
-    "gloo": (stopping.GLOO, [replicas.of_torch_alone]),
-    "torchrun": (stopping.TORCHRUN, [replicas.of_torch_alone]),
-    "emulated": (stopping.EMULATED, [replicas.needs_xla, pytest.mark.xla]),
+    "local": (stopping.LOCAL, [of_torch_alone]),
+    "gloo": (stopping.GLOO, [of_torch_alone]),
+    "torchrun": (stopping.TORCHRUN, [of_torch_alone]),
+    "emulated": (stopping.EMULATED, replicas.MARKS["xla"]),
     "tpu-like": (stopping.AS_A_TPU, replicas.TPU_LIKE.marks),
 }
 
@@ -45,7 +46,7 @@ def stops(rank: int, who: tuple[int, ...], early: str = "") -> None:
     time.sleep(0.5)
 
 
-@pytest.mark.parametrize("backend", replicas.SEVERAL_REPLICAS)
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_launch_raises_stopped_an_exit_with_a_reason_when_all_have_ended(backend):
     with pytest.raises(SystemExit) as caught:
         backend.run(stops, (1, 2))
@@ -55,11 +56,10 @@ def test_launch_raises_stopped_an_exit_with_a_reason_when_all_have_ended(backend
 
 
 @pytest.mark.parametrize("early", ["stops", "returns"])
-@pytest.mark.parametrize("backend", replicas.SEVERAL_REPLICAS)
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_a_replica_that_ends_alone_is_an_error(backend, early):
-    with pytest.raises(
-        ReplicaError, match=r"replica 1 returned|peer failed|failed in all_reduce_ of 1"
-    ):
+    says = "replica 1 returned|peer failed|failed in all_reduce_ of 1"
+    with pytest.raises(ReplicaError, match=says):
         backend.run(stops, (1,), early, timeout=4)
 
 
@@ -82,9 +82,7 @@ def stops_when_asked(rank: int) -> None:
             raise Stopped(reason, status)
 
 
-@pytest.mark.parametrize(
-    "backend", [replicas.row("cpu", 1), *replicas.SEVERAL_REPLICAS]
-)
+@pytest.mark.parametrize("backend", [row("cpu", 1), *SEVERAL_REPLICAS])
 def test_a_program_can_ask(backend):
     """The next run in the same process starts without that request."""
     for _ in range(2 if backend.num_replicas == 1 else 1):
@@ -98,8 +96,7 @@ def signals_itself(rank: int) -> None:
     xla_replica.catch_signals(["SIGTERM", signal.SIGINT])
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGTERM)  # as if it were a copy of the first
-    request = xla_replica.StopRequest("received SIGINT", 130)
-    assert xla_replica.stop_requested() == request
+    assert xla_replica.stop_requested() == StopRequest("received SIGINT", 130)
     time.sleep(1.1)
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(5)
@@ -123,11 +120,9 @@ for _ in range(2):
 """
 
 
-@replicas.of_torch_alone
+@of_torch_alone
 def test_a_second_interrupt_ends_a_script_without_a_traceback():
-    command = [sys.executable, "-c", INTERRUPTED]
-    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+    assert python("-c", INTERRUPTED, status=-signal.SIGINT).stderr == ""
 
 
 OUTSIDE = """
@@ -163,12 +158,9 @@ assert len(list(loader)) == 3
 """
 
 
-@replicas.of_torch_alone
+@of_torch_alone
 def test_a_plain_script_is_one_replica_and_can_catch_signals(monkeypatch):
-    """Its main thread can. And at its end Python ends a loader's worker.
-
-    It does so by `terminate` where an iterator is alive, whose signal workers block.
-    """
+    """At its end Python also ends the worker of a live iterator, by `terminate`."""
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     done = python("-c", OUTSIDE, timeout=60)
     assert done.stderr == ""
@@ -212,13 +204,10 @@ def test_a_signal_that_replicas_obey_or_have_obeyed_goes_no_further(is_armed, tm
     starts("tpu-like", "SIGTERM", "fork"),
     starts("tpu-like", "SIGINT", "spawn"),
 ])  # fmt: skip
-def test_a_caught_signal_stops_all_replicas_at_one_update(
-    starter, name, workers, tmp_path
-):
+def test_a_caught_signal_stops_all_at_one_update(starter, name, workers, tmp_path):
     """One to the script; or, with workers, one to all, as a machine that shuts down.
 
-    The server that forks the replicas survives it and reports how they ended. A
-    loader's worker that died of it would end the training before it has saved.
+    A loader's worker that died of it would end the training before it has saved.
     """
     run, number = starter.start(tmp_path, workers=workers), signal.Signals[name]
     children = run.children()
@@ -248,9 +237,7 @@ def test_a_caught_signal_stops_all_replicas_at_one_update(
     *(starts(name, "SIGKILL", "") for name in ("gloo", "emulated", "tpu-like")),
     starts("local", "SIGKILL", "fork", slow=True),
 ])  # fmt: skip
-def test_no_replica_or_worker_outlives_a_parent_that_a_signal_ends(
-    starter, name, workers, tmp_path
-):
+def test_nothing_outlives_a_parent_ended_by_a_signal(starter, name, workers, tmp_path):
     """It does not save either: another run may have begun in the same folder."""
     number = signal.Signals[name]
     run = starter.start(tmp_path, arms=name == "SIGKILL", workers=workers)

@@ -1,5 +1,6 @@
 """Hugging Face's Trainer under a trace: on any number of processes, killed, resumed."""
 
+import collections
 import signal
 import subprocess
 import sys
@@ -51,9 +52,9 @@ def check(outcomes: list[dict[str, Any]], kind: str | None = None) -> None:
     columns = {n: torch.stack([t[n] for t in runs.texts()]) for n in runs.texts()[0]}
     made = runs.language_model(), columns["input_ids"], columns["labels"]
     weights, updates = large_batch_run(TEXTS, loss_of, made, DECAY)
-    seen: dict[int, list[list[int]]] = {}
+    seen = collections.defaultdict(list)
     for step, rows in [each for outcome in outcomes for each in outcome["seen"]]:
-        seen.setdefault(step, []).extend(rows)
+        seen[step] += rows
     assert [*seen] == [*range(min(seen), len(updates))]
     for step, (_, rows) in enumerate(batches(TEXTS)):
         expected = columns["input_ids"][rows].tolist()
@@ -72,14 +73,12 @@ def check(outcomes: list[dict[str, Any]], kind: str | None = None) -> None:
         assert evaluated == ([] if kind else [1.0, 2.0])
 
 
-@pytest.mark.parametrize(("num_processes", "kind"), [
+@pytest.mark.parametrize(("number", "kind"), [
     (1, None), (3, None), (1, "own"), (2, "term"), (2, "sequences"),
 ])  # fmt: skip
-def test_a_language_model_is_that_of_a_plain_loop_over_tokens(
-    tmp_path, num_processes, kind
-):
+def test_a_language_model_is_that_of_a_loop_over_tokens(tmp_path, number, kind):
     """Also in a subclass with a loss of its own, or a term beside the trainer's."""
-    check(Backend("cpu", num_processes).run(runs.run, str(tmp_path), kind), kind)
+    check(Backend("cpu", number).run(runs.run, str(tmp_path), kind), kind)
 
 
 def test_killed_and_asked_to_stop_it_goes_on_with_other_numbers_of_processes(tmp_path):
@@ -103,16 +102,12 @@ def test_a_loss_of_ones_own_says_what_it_is_a_mean_over(tmp_path):
     def function(outputs, labels, num_items_in_batch):
         return runs.over_sequences(outputs.logits, labels)
 
-    class Module(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = runs.language_model()
-
+    class Module(torch.nn.ModuleList):
         def forward(self, input_ids, labels, **options):
-            return {"loss": self.inner(input_ids, labels=labels).loss}
+            return {"loss": self[0](input_ids, labels=labels).loss}
 
-    own = {"cls": runs.with_own_loss("unsaid")}
-    for given in (own, {"compute_loss_func": function}, {"model": Module()}):
+    own, model = runs.with_own_loss("unsaid"), Module([runs.language_model()])
+    for given in ({"cls": own}, {"compute_loss_func": function}, {"model": model}):
         with pytest.raises(ValueError, match="loss_is_scaled_for_ga: set it to"):
             runs.trainer_of(tmp_path, **given).train()
     told = runs.trainer_of(tmp_path, max_steps=2, compute_loss_func=function)
@@ -149,9 +144,7 @@ def test_what_a_trace_cannot_carry_is_refused(tmp_path):
         trainer._refuse()
 
 
-def test_it_trains_once_to_the_end_of_the_trace_from_whole_checkpoints(
-    tmp_path, library
-):
+def test_it_trains_once_to_the_traces_end_from_whole_checkpoints(tmp_path, library):
     cls = runs.with_own_loss("term", library.Seq2SeqTrainer)
     changes = {"max_steps": 20, "save_steps": 6, "bf16": True}
     trainer = runs.trainer_of(tmp_path, cls, on_end="stop", **changes)
@@ -217,9 +210,7 @@ def test_a_model_says_which_parameters_it_ties(tied):
 
 
 @pytest.mark.parametrize("fidelity", ["exact", "projected", "group"])
-def test_its_gradients_are_right_and_it_trains_in_bfloat16_under_a_trace(
-    tmp_path, fidelity
-):
+def test_its_gradients_are_right_and_it_trains_in_bfloat16(tmp_path, fidelity):
     book, trace = tmp_path / "book.txt", tmp_path / "trace.csv"
     book.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(400)))
     trace.write_text("step,batchsize\n0,8\n1,16\n2,24\n")

@@ -98,9 +98,7 @@ class Seen(lightning.Callback):
         self.validated.append(trainer.global_step)
 
 
-def fit(
-    rank: int, folder: Path, ckpt: Path | None = None, kill_after: int = 0, **options
-) -> dict[str, Any]:
+def fit(rank: int, folder: Path, ckpt=None, kill_after=0, **options) -> dict[str, Any]:
     torch.set_num_threads(1)
     _, x, y = elastic.make(CASE)
     data = torch.utils.data.TensorDataset(torch.arange(len(x)), x, y)
@@ -190,8 +188,7 @@ def test_killed_and_resumed_on_other_numbers_of_processes(tmp_path, undisturbed)
         Backend("cpu", 2).run(fit, tmp_path, None, 7)
     with pytest.raises(ReplicaError):
         Backend("cpu", 3).run(fit, tmp_path, tmp_path / "step=5.ckpt", 11)
-    outcome = fit(0, tmp_path, tmp_path / "step=10.ckpt")
-    check_end(outcome, reference[0], 10)
+    check_end(fit(0, tmp_path, tmp_path / "step=10.ckpt"), reference[0], 10)
     # The state does not know the replicas, and loads as weights do.
     paths = folder / "step=5.ckpt", tmp_path / "step=5.ckpt"
     own, other = (torch.load(path, weights_only=True) for path in paths)
@@ -208,9 +205,6 @@ def test_a_run_that_has_ended_goes_on(tmp_path, undisturbed, ended, name):
     first = fit(0, tmp_path, **ended)["end"][0]
     assert first == ended.get("max_steps", LENGTHS[0])
     check_end(fit(0, tmp_path, tmp_path / f"{name}.ckpt"), undisturbed[1][0], first)
-
-
-# --- other promises -----------------------------------------------------------------
 
 
 class Small(lightning.LightningModule):
@@ -230,15 +224,13 @@ class Small(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), 1.0)
 
 
-def small_fit(
-    module, trace=(4, 12, 8), validation=None, ckpt=None, loader=None, **options: Any
-) -> Any:
+def small_fit(module, trace=(4, 12, 8), val=None, ckpt=None, loader=None, **options):
     """Returns the trainer after the one epoch of the trace; minibatches of four."""
     sampler = vbs.CustomSampler(range(24), [*trace], minibatch_size=4, verbose=False)
     loader = loader or DataLoader(range(24), batch_sampler=sampler)
     strategy = {"rule": "constant", **options.pop("strategy", {})}
     trainer = trainer_of(sampler, strategy, **options)
-    trainer.fit(module, loader, validation, ckpt_path=ckpt)
+    trainer.fit(module, loader, val, ckpt_path=ckpt)
     return trainer
 
 
@@ -254,8 +246,7 @@ def test_the_page_s_script_runs_under_torchrun(tmp_path):
     (tmp_path / "trace.csv").write_text("step,batchsize\n" + "0,32\n1,64\n" * 20)
     code = f"{PRELUDE}{block('docs/trainers.md', 'python', 'L.Trainer(')}\n{WRITES}"
     path = os.pathsep.join(map(str, [ROOT, ROOT / "test", Path(__file__).parent]))
-    script = written(tmp_path, code)
-    done = python(script, command=LAUNCHER, PYTHONPATH=path)
+    done = python(written(tmp_path, code), command=LAUNCHER, PYTHONPATH=path)
     first, second = re.findall("WEIGHT (.*)", done.stdout)
     assert first == second
     assert float(first) < 0
@@ -350,7 +341,7 @@ def on_two(rank: int, folder: Path) -> dict[str, Any]:
     """Returns what several small runs on two processes have seen or said."""
     torch.set_num_threads(1)
     module = Normalised()
-    trainer = small_fit(module, validation=DataLoader(range(4), batch_size=4))
+    trainer = small_fit(module, val=DataLoader(range(4), batch_size=4))
     trainer.save_checkpoint(folder / "saved.ckpt")
     found = {"mean": module.seen}
     found["stopped"] = small_fit(Small(), callbacks=[Stops()]).global_step

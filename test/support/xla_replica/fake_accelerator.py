@@ -1,8 +1,7 @@
 """An accelerator that is not there, for scripts: torch names it, its group is gloo.
 
-Its tensors are on the CPU, because torch cannot allocate on a device that exists in
-Python alone. Everything else is torch's own: `torch.accelerator`, devices such as
-``metal:1``, the process group's backend and which kinds of devices it serves.
+Its tensors are on the CPU; everything else is torch's own: `torch.accelerator`, devices
+such as ``metal:1``, the process group's backend and the devices that it serves.
 """
 
 import os
@@ -23,12 +22,10 @@ class _OnCPU(TorchFunctionMode):
         self.kind = kind
 
     def _real(self, value: Any) -> Any:
-        if isinstance(value, torch.device) and value.type == self.kind:
-            return torch.device("cpu")
-        return value
+        is_fake = isinstance(value, torch.device) and value.type == self.kind
+        return torch.device("cpu") if is_fake else value
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        del types
         if func is torch.device:
             return func(*args, **(kwargs or {}))
         args = [self._real(value) for value in args]
@@ -38,15 +35,13 @@ class _OnCPU(TorchFunctionMode):
 
 def _barrier() -> None:
     # torch's allocates on the accelerator.
-    group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
-    group.barrier().wait()
+    torch.distributed.group.WORLD._get_backend(torch.device("cpu")).barrier().wait()
 
 
 def install(kind: str, count: int = 2) -> types.ModuleType:
     """Makes ``kind`` the accelerator of this process; returns its module in torch.
 
-    Its process group is ``f"{kind}_dist"``, and the module's ``chosen`` lists what was
-    given to ``set_device``.
+    The module's ``chosen`` lists what was given to ``set_device``.
     """
     torch.utils.rename_privateuse1_backend(kind)
     module = types.ModuleType(f"torch.{kind}")
@@ -68,10 +63,10 @@ def install(kind: str, count: int = 2) -> types.ModuleType:
 
 
 def install_torch_tpu(count: int = 2) -> None:
-    """Installs an accelerator with the properties of TorchTPU's.
+    """Installs an accelerator as TorchTPU's with torch 2.13.
 
-    A process must not choose its device, and needs variables from its launcher. With
-    torch 2.13, torch alone may ask the module for the state of its random numbers.
+    A process neither chooses its device nor asks the module for its random state, and
+    needs variables from its launcher.
     """
     module = install("tpu", count)
 

@@ -19,12 +19,9 @@ def on_gpu(test):
     return pytest.mark.gpu(pytest.mark.skipif(not found, reason="no GPU")(test))
 
 
-needs_torchtpu = pytest.mark.skipif(
-    not torchtpu.is_installed(), reason="TorchTPU over a CPU is not installed"
-)
+needs_torchtpu = pytest.mark.skipif(not torchtpu.is_installed(), reason="no TorchTPU")
 
-# Of tests that take long and are a matter of torch alone, such as scripts whose
-# processes meet by gloo: the default run of the torch environment has them.
+# Of what takes long and is a matter of torch alone, as processes that meet by gloo.
 of_torch_alone = pytest.mark.slow if HAS_XLA else pytest.mark.skipif(False, reason="")
 
 # Long enough for a loaded machine, short enough for a test that hangs.
@@ -34,9 +31,8 @@ TIMEOUT = 60.0
 class Backend(NamedTuple):
     """A device, as `xla_replica.launch` takes it, and a number of replicas.
 
-    "cuda" and "tpu" are the accelerators of their environments. "tpu-like" is a host
-    with so many TPU chips, of which `tpu_like` knows; "slices" are two members of a
-    live run, one of them a single replica.
+    "cuda" and "tpu" are the accelerators of their environments, "tpu-like" is a host of
+    `tpu_like`, and "slices" are two members of a live run, one of them one replica.
     """
 
     device: str
@@ -52,12 +48,16 @@ class Backend(NamedTuple):
         return xla_replica.launch(fn, args, self.num_replicas, device, timeout=timeout)
 
 
+def slow(*values: Any):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def on_xla(test):
     return needs_xla(pytest.mark.xla(test))
 
 
 def on_chips(test):
-    return pytest.mark.slow(pytest.mark.tpu_like(test))
+    return on_xla(pytest.mark.slow(pytest.mark.tpu_like(test)))
 
 
 MARKS = {
@@ -73,8 +73,7 @@ MARKS = {
 def row(device: str, num_replicas: int, slow: bool = False):
     """Returns a backend as a parameter of a test, with ``slow`` for slow runs only.
 
-    Processes on gloo are a matter of torch alone: beside torch_xla they are slow, as
-    the default run of the torch environment has them.
+    Beside torch_xla processes on gloo are slow; the torch environment's run has them.
     """
     marks = [*MARKS[device], *([pytest.mark.slow] if slow else [])]
     if device == "cpu" and num_replicas > 1:
@@ -102,8 +101,7 @@ COMPILED = Backend("tpu" if TORCHTPU else "xla", 1)
 IS_COMPILED = MARKS[COMPILED.device]
 OTHERS = [*backends("xla", 2, slow=(1, 3, 5, 8)), *GPUS, *TORCHTPU]
 BACKENDS = [*backends("cpu", 1, 2, 3, slow=(5, 8)), *OTHERS]
-# One row of each backend, the rest for slow runs: for families whose programs take long
-# to compile.
+# For families whose programs take long to compile.
 FEW_BACKENDS = [*backends("cpu", 1, 3, slow=(8,)), *OTHERS]
 XLA_BACKENDS = backends("xla", 2, slow=(1, 8))
 ONE_XLA_BACKEND = [*backends("xla", 1, slow=(8,)), *TORCHTPU]

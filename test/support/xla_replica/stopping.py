@@ -32,9 +32,8 @@ def train(rank, folder, arms, workers, fate):
         exec(fate)
     updates = range(100_000)
     if workers:
-        updates = torch.utils.data.DataLoader(
-            updates, None, num_workers=2, multiprocessing_context=workers
-        )
+        options = {"num_workers": 2, "multiprocessing_context": workers}
+        updates = torch.utils.data.DataLoader(updates, None, **options)
     for update in updates:
         request = xla_replica.stop_requested()
         flags = [torch.zeros(1, device=replica.device) + replica.scalar(bool(request))]

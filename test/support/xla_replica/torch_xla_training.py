@@ -1,7 +1,4 @@
-"""A training script that knows torch_xla alone: the measure of `python -m xla_replica`.
-
-It is written as one for a TPU, and nothing in it is for the emulation.
-"""
+"""A script for TPUs that knows torch_xla alone: what `python -m xla_replica` is for."""
 
 import os
 import sys

@@ -1,8 +1,7 @@
 """TorchTPU without a TPU: OpenXLA's plugin for CPUs takes libtpu's place.
 
-All above the plugin is TorchTPU itself: dispatch, autograd, compiling, its caches. The
-plugin has four devices and no process group, so that a process is one replica. It is
-too old for `torch.compile`, and for ``cumsum``, in whose place there is a product.
+All above the plugin is TorchTPU itself. The plugin has no process group, so a process
+is one replica, and is too old for `torch.compile` and for ``cumsum``.
 """
 
 import importlib.util
@@ -17,8 +16,7 @@ _ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
-    # Else the plugin's few threads, of which a large operation takes several, may wait
-    # for each other for ever.
+    # Else the plugin's few threads may wait for each other for ever.
     "TORCH_TPU_LAUNCH_BLOCKING": "1",
     # The plugin, an older one, writes a line for every program that it compiles.
     "TF_CPP_MIN_LOG_LEVEL": "3",

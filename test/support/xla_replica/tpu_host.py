@@ -1,9 +1,8 @@
 """Makes the process that imports it one of a host with TPU chips; see `tpu_like`.
 
 torch_xla, and all above it, find what they find on a host with chips: its devices on
-the PCI bus, its variables and, where it asks the client in libtpu, which replica of how
-many this is. XLA:CPU takes the client's place. It cannot sum across processes, so that
-collectives go through gloo, in `_Client` alone.
+the PCI bus, its variables and, of the client in libtpu, which replica of how many this
+is. XLA:CPU takes the client's place, but for collectives, which go through gloo.
 """
 
 import functools
@@ -12,10 +11,6 @@ import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
-
-# Where the processes of all hosts meet.
-FOLDER = "TPU_LIKE_FOLDER"
-CHIPS_OF_HOST = "TPU_LIKE_CHIPS"
 
 
 class _Client:
@@ -58,7 +53,7 @@ class _Client:
 
         [number] = multiprocessing.current_process()._identity
         launch = number - int(os.environ["PJRT_LOCAL_PROCESS_RANK"])
-        path = os.path.join(os.environ[FOLDER], f"launch-{launch}")
+        path = os.path.join(os.environ["TPU_LIKE_FOLDER"], f"launch-{launch}")
         store = distributed.FileStore(path, self.size)
         patience = datetime.timedelta(days=1)
         return distributed.ProcessGroupGloo(store, self.rank, self.size, patience)
@@ -114,7 +109,7 @@ class _Client:
 # By the modules that are changed when they have been imported, whoever imports them.
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "torch_xla._internal.tpu": lambda tpu: vars(tpu).update(
-        num_available_chips=lambda: int(os.environ[CHIPS_OF_HOST])
+        num_available_chips=lambda: int(os.environ["TPU_LIKE_CHIPS"])
     ),
     "torch_xla": lambda torch_xla: _Client(torch_xla).install(),
 }

@@ -24,9 +24,8 @@ from xla_replica.starting import child_process
 def environment(num_chips: int, folder: Any, host=0, num_hosts=1) -> dict[str, str]:
     """Returns the variables of a process on a host of a slice of v5e.
 
-    Python imports `tpu_host` there before all else, also in processes that a script
-    spawns, so that scripts need to know nothing. The folder is a new one, the same on
-    all hosts, in which processes meet.
+    By them Python imports `tpu_host` before all else, also in spawned processes, which
+    meet in the folder: a new one, the same on all hosts.
     """
     Path(folder, "sitecustomize.py").write_text("import support.xla_replica.tpu_host")
     return {

@@ -1,7 +1,6 @@
-"""Processes take the accelerator that torch names, and its process group.
+"""Processes take the accelerator that torch names, here one that is simulated.
 
-The accelerator is simulated (see support/xla_replica/fake_accelerator.py), so every
-script has a process, or two under torchrun, of its own, and does several things.
+Every script has a process, or two under torchrun, of its own, and does several things.
 """
 
 import contextlib
@@ -60,13 +59,10 @@ def nested(rank):
 
 def joined(backend, own=None, uses=None):
     accelerator.chosen[:] = [0 if uses is None else uses]
-    torch.distributed.init_process_group(
-        backend,
-        init_method=f"file://{os.path.abspath(__file__)}.{backend}",
-        rank=int(os.environ["RANK"]),
-        world_size=2,
-        device_id=own and torch.device("metal", own()),
-    )
+    place = {"init_method": f"file://{os.path.abspath(__file__)}.{backend}"}
+    place |= {"rank": int(os.environ["RANK"]), "world_size": 2}
+    device = own and torch.device("metal", own())
+    torch.distributed.init_process_group(backend, **place, device_id=device)
     here = [f"{__file__}.{backend}.{rank}" for rank in (1 - swapped(), swapped())]
     open(here[0], "w").close()  # nobody leaves a group that the other is still joining
     while not os.path.exists(here[1]):
@@ -83,9 +79,8 @@ def devices(found):
 def started(count=2, **variables):
     # Nothing else says which of its host's processes this is.
     accelerator.chosen[:] = [swapped()]
-    with mock.patch.dict(os.environ, variables), mock.patch.object(
-        accelerator, "device_count", lambda: count
-    ):
+    counts = mock.patch.object(accelerator, "device_count", lambda: count)
+    with counts, mock.patch.dict(os.environ, variables):
         if "LOCAL_RANK" not in variables:
             del os.environ["LOCAL_RANK"]
         return devices(*xla_replica.launch(train))
@@ -118,10 +113,7 @@ class Says(str):
 def check(folder: Path, install: str, calls: list[tuple[str, Any]], *command) -> None:
     """Asserts what each call returns, or its error, as replica 0 tells.
 
-    Args:
-        install: The function of `fake_accelerator` with its arguments.
-        calls: Expressions with what they should return.
-        command: What runs the script.
+    ``install`` is a call of a function of `fake_accelerator`; ``command`` runs scripts.
     """
     expressions = [call for call, _ in calls]
     script = SCRIPT.replace("INSTALL", install).replace("CALLS", repr(expressions))
@@ -141,10 +133,7 @@ PLACES = [["metal:0", "metal_dist"], ["metal:1", "metal_dist"]]
 
 @of_torch_alone
 def test_under_torchrun_a_process_takes_the_device_that_its_launcher_means(tmp_path):
-    """A group is used as it is, and the device that the script has chosen, too.
-
-    It has in joining or before; a group for the CPU leaves the accelerator unused.
-    """
+    """A group or device that the script has chosen is used, also one for the CPU."""
     first, crossed = (3.0, "metal:0", "metal:1"), (3.0, "metal:1", "metal:0")
     not_served = Says(" but this process computes on metal: call torch.distributed.i")
     calls = [
@@ -167,9 +156,8 @@ def test_under_torchrun_a_process_takes_the_device_that_its_launcher_means(tmp_p
 
 def test_a_group_that_was_joined_without_a_backend_is_found(tmp_path):
     """torch's own choice, and in the environment of the tests that is the CPU's."""
-    torch.distributed.init_process_group(
-        init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1
-    )
+    options = {"init_method": (tmp_path / "store").as_uri()}
+    torch.distributed.init_process_group(**options, rank=0, world_size=1)
     try:
         replica = xla_replica.current()
         assert replica.device == LocalReplica().device
@@ -199,9 +187,7 @@ def test_launch_starts_a_process_for_each_device(tmp_path):
 # --- TorchTPU -----------------------------------------------------------------------
 
 VARIABLES = ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY")
-WITHOUT_TORCH_XLA = pytest.mark.skipif(
-    HAS_XLA, reason="no environment has both torch_tpu and torch_xla"
-)
+WITHOUT_TORCH_XLA = pytest.mark.skipif(HAS_XLA, reason="no torch_tpu beside torch_xla")
 
 
 @WITHOUT_TORCH_XLA
@@ -245,23 +231,19 @@ def test_torch_tpu_under_torchrun_needs_its_environment(tmp_path):
     check(tmp_path, "install_torch_tpu()", calls, *LAUNCHER)
 
 
-@pytest.mark.parametrize(("answer", "refused"), [
-    (b"a:1:10.0.0.1,b:2:10.0.0.2", True), (b"a:1:10.0.0.1", False),
-])  # fmt: skip
-def test_hosts_of_a_slice_are_known_from_the_metadata(answer, refused, monkeypatch):
+@pytest.mark.parametrize("other", [b"", b",b:2:10.0.0.2"])
+def test_hosts_of_a_slice_are_known_from_the_metadata(other, monkeypatch):
     """A Compute Engine VM has them nowhere else."""
     asked = []
 
     def urlopen(request, timeout):
         asked.append((request.full_url.rsplit("/")[-1], request.headers))
-        return io.BytesIO(answer)
+        return io.BytesIO(b"a:1:10.0.0.1" + other)
 
     for name in ("TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     raises = pytest.raises(ValueError, match="torchrun on every host")
-    with raises if refused else contextlib.nullcontext():
+    with raises if other else contextlib.nullcontext():
         check_is_only_host(SimpleNamespace(type="tpu"))
-    [(what, headers)] = asked
-    assert what == "worker-network-endpoints"
-    assert headers == {"Metadata-flavor": "Google"}
+    assert asked == [("worker-network-endpoints", {"Metadata-flavor": "Google"})]

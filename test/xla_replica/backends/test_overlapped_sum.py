@@ -1,10 +1,11 @@
-"""Gradients are summed during the backward pass, and nobody can tell but by the time.
+"""Gradients are summed during the backward pass, which only the time can tell.
 
 All gradients are integers, so that no sum is rounded, and runs are equal bit for bit.
 """
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -86,29 +87,19 @@ def add_a_group(loop: Loop, update: vbs.Update) -> None:
 def look_at_gradients(loop: Loop) -> None:
     """A gradient hook changes them; hooks after the accumulation look at them."""
     loop.parameters[3].register_hook(lambda gradient: 2 * gradient)
-    for index in (1, 3, 5):
-        loop.parameters[index].register_post_accumulate_grad_hook(
-            lambda parameter: loop.seen.append(parameter.grad.clone())
-        )
-
-
-class FailsOnce:
-    """A rule's factor of one; the next one is an error where that was asked for."""
-
-    next_one = False
-
-    def __call__(self, batch_ratio: float) -> float:
-        if self.next_one:
-            self.next_one = False
-            raise OverflowError
-        return 1.0
+    for parameter in loop.parameters[1::2]:
+        look = lambda parameter: loop.seen.append(parameter.grad.clone())  # noqa: E731
+        parameter.register_post_accumulate_grad_hook(look)
 
 
 def fail_in_the_third(loop: Loop, update: vbs.Update) -> None:
     """The update fails before the sum, and on every replica."""
-    loop.optimizer.rule.lr_factor.next_one = update.step == 1
+    if update.step == 1:
+        factors = itertools.chain([OverflowError], itertools.repeat(1.0))
+        loop.optimizer.rule.lr_factor.side_effect = factors
 
 
+ORDER = [3, 0, 5, 2, 4, 1]
 DIFFERS = {"passes": lambda which: [[i for i in range(6) if (i + which) % 3]]}
 # The arguments of `train`.
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -124,15 +115,13 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "one by one": {"passes": lambda _: [[3], [1], [3], [0], [5], [1]]},
     # Each parameter is still in one of them only.
     "in two parts": {"passes": lambda _: [[0, 2, 4], [5, 3, 1]]},
-    "other order": {
-        "passes": lambda which: [[*range(6)] if which % 2 else [3, 0, 5, 2, 4, 1]]
-    },
+    "other order": {"passes": lambda which: [ORDER if which % 2 else sorted(ORDER)]},
     "zeroed before": {"before_step": zero},
     "freezes in the loop": {"before_step": freeze_two, "trace": ALL_BUSY},
     "by hand": {"backward": by_hand},
     "sparse": {"backward": sparse},
     "an update fails": {
-        "rule": vbs.Rule("fails once", FailsOnce(), needs_reference=False),
+        "rule": vbs.Rule("fails", mock.Mock(return_value=1.0), needs_reference=False),
         "after_update": fail_in_the_third,
         "trace": ALL_BUSY,
     },
@@ -161,9 +150,8 @@ def train(
         for shape, dtype in zip(SHAPES, dtypes.split() * len(SHAPES))
     ]
     parameters[3].data = parameters[3].data.to(memory_format=torch.channels_last)
-    sampler = vbs.CustomSampler(
-        range(80), trace, minibatch_size=2, on_end="cycle", verbose=False
-    )
+    cycles = {"on_end": "cycle", "verbose": False}
+    sampler = vbs.CustomSampler(range(80), trace, minibatch_size=2, **cycles)
     inner = torch.optim.SGD(parameters, 2**-4, momentum=0.5)
     options = {"rule": "constant", **options, "overlap": overlap}
     optimizer = vbs.ElasticOptimizer(inner, sampler, **options)
@@ -235,24 +223,22 @@ def comes_too_late(rank: int, wrong: str, message: str) -> None:
     optimizer.set_epoch(0)
     minibatches = iter(sampler)
 
+    def step(also: Callable[[], None] = lambda: None) -> None:
+        next(minibatches)
+        backward()
+        also()
+        optimizer.step()
+
     def backward() -> None:
         model(torch.ones(1, 3)).sum().backward()
 
-    for _ in range(0 if wrong == "moved" else 2):
-        next(minibatches)
-        backward()
-        optimizer.step()
     if wrong == "moved":
         model.to("cpu:0")  # to torch not "cpu", so gradients are copied
-
-    def goes_wrong() -> None:
-        next(minibatches)
-        backward()
-        backward() if wrong == "again" else model.zero_grad()
-        optimizer.step()
-
+    else:
+        step()
+        step()
     with pytest.raises(ValueError, match=message):
-        goes_wrong()
+        step(backward if wrong == "again" else model.zero_grad)
 
 
 @pytest.mark.parametrize(("wrong", "message"), [

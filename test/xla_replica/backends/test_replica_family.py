@@ -1,9 +1,11 @@
-"""All replica backends behave alike."""
+"""All replica backends behave alike, also one from outside the package."""
 
 import contextlib
+import threading
 
 import pytest
 import torch
+from support.documents import block
 from support.xla_replica import replicas
 from support.xla_replica.replicas import SEVERAL_REPLICAS, TPU_LIKE, Backend, row
 from torch import nn
@@ -17,16 +19,16 @@ KINDS = [((2, 3), torch.float32), ((4,), torch.float64), ((), torch.int64),
          ((0,), torch.float32), ((2,), torch.bfloat16)]  # fmt: skip
 
 
-def every_verb(rank: int) -> list[float]:
-    """Asserts what each verb does; returns what is drawn after a seed."""
+def gives(tensors: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    found = xla_replica.current().fetch(tensors)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def every_collective(rank: int, place: str = "") -> None:
     replica = xla_replica.current()
     n, device = replica.num_replicas, replica.device
     assert (replica.rank, replica.is_primary) == (rank, rank == 0)
-    assert f"of {n}" in str(replica)
-
-    def gives(tensors: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-        torch.testing.assert_close(replica.fetch(tensors), expected, rtol=0, atol=0)
-
+    assert f"replica {rank} of {n} on {place}" in str(replica)
     number = replica.scalar(rank + 1)
     value = number.reshape(()).clone()
     sums = [torch.ones(s, dtype=d, device=device) * value.to(d) for s, d in KINDS]
@@ -54,21 +56,6 @@ def every_verb(rank: int) -> list[float]:
         received = replica.all_to_all(parts.unsqueeze(2).to(dtype))
         gives([received], [for_this.to(dtype)])
     replica.barrier()
-    state = torch.random.get_rng_state()
-    with replica.seeded(3):
-        seeded = torch.rand(2).tolist()
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert replica.all_gather_object(seeded) == [seeded] * n
-    replica.seed(0)
-    models = []
-    for drawn in (rank, 0):  # tied, and of other weights on every replica
-        with replica.seeded(drawn):
-            models.append(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
-        models[-1][2].weight = models[-1][0].weight
-    model, expected = models
-    assert replica.setup(model) is model
-    assert model[2].weight is model[0].weight
-    gives([*model.parameters()], [*expected.parameters()])
     # Short objects need one round; one that does not fit into it needs two.
     texts = [{"rank": r, "text": "ä" * r * 700} for r in range(n)]
     assert replica.all_gather_object(texts[rank]) == texts
@@ -85,6 +72,27 @@ def every_verb(rank: int) -> list[float]:
     own = [number, torch.ones(1)]  # an optimizer may count its steps on the host
     assert not {t.data_ptr() for t in own} & {t.data_ptr() for t in replica.fetch(own)}
     assert replica.fetch([]) == []
+
+
+def every_verb(rank: int) -> list[float]:
+    """Asserts what each verb does; returns what is drawn after a seed."""
+    every_collective(rank)
+    replica = xla_replica.current()
+    state = torch.random.get_rng_state()
+    with replica.seeded(3):
+        seeded = torch.rand(2).tolist()
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert replica.all_gather_object(seeded) == [seeded] * replica.num_replicas
+    replica.seed(0)
+    models = []
+    for drawn in (rank, 0):  # tied, and of other weights on every replica
+        with replica.seeded(drawn):
+            models.append(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+        models[-1][2].weight = models[-1][0].weight
+    model, expected = models
+    assert replica.setup(model) is model
+    assert model[2].weight is model[0].weight
+    gives([*model.parameters()], [*expected.parameters()])
     return seeded
 
 
@@ -225,3 +233,67 @@ def test_processes_of_another_launcher_do_not_each_train_alone(name, monkeypatch
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ReplicaError, match="init_process_group"):
         xla_replica.current()
+
+
+# --- a backend from outside the package ---------------------------------------------
+
+
+@pytest.fixture
+def threads():
+    """The names of the page's backend, whose replicas are threads."""
+    before, names = dict(xla_replica.DEVICES), {}
+    exec(block("docs/extending.md", "python", "ThreadReplica"), names)
+    yield names
+    xla_replica.DEVICES.clear()
+    xla_replica.DEVICES.update(before)
+
+
+def test_all_collectives_follow_from_all_gather(threads):
+    every = every_collective, ("cpu (a thread)",)
+    assert xla_replica.launch(*every, 3, "threads") == [None] * 3
+
+
+def test_an_all_gather_without_the_dimension_of_replicas_is_an_error(threads):
+    """Sums and broadcasts of what it returns have the right shape and other numbers."""
+
+    class WithoutReplicas(threads["ThreadReplica"]):
+        def all_gather(self, tensor):
+            return super().all_gather(tensor).flatten(0, 1)
+
+    tensor = torch.ones(2, 3)
+    replica = WithoutReplicas(0, [None, tensor], threading.Barrier(1))
+    says = (
+        r"WithoutReplicas\.all_gather must return a tensor of shape \(num_replicas, "
+        r"\*tensor\.shape\), here \(2, 2, 3\), got one of shape \(4, 3\)"
+    )
+    for collective, *arguments in (
+        (replica.all_gather, tensor), (replica.all_reduce_, [tensor]),
+        (replica.broadcast_, [tensor]), (replica.all_to_all, tensor),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=says):
+            collective(*arguments)
+
+
+def test_a_backend_from_outside_is_used_only_if_it_is_asked_for(threads):
+    assert "threads" in xla_replica.DEVICES
+    [place] = xla_replica.launch(lambda rank: str(xla_replica.current()), device="cpu")
+    assert "launched alone" in place
+    assert xla_replica.default_num_replicas("threads", on_cpu=7) == 7
+
+
+def test_a_backend_without_launch_is_found_but_cannot_be_launched(threads):
+    local = xla_replica.LocalReplica("cpu", "found by a test")
+    xla_replica.register_backend("found", lambda: "a test", lambda reason: local)
+    assert xla_replica.current() is local
+    with pytest.raises(ValueError, match=r"device must be one of .* got 'found'"):
+        xla_replica.launch(every_collective, device="found")
+
+
+def test_a_kind_of_device_has_the_traits_that_were_registered(monkeypatch):
+    monkeypatch.setattr("xla_replica.device.device_traits._TRAITS", {})
+    meta = torch.ones(1, device="meta")
+    assert xla_replica.traits(meta) == xla_replica.DeviceTraits()
+    xla_replica.register_device("meta", xla_replica.DeviceTraits(is_lazy=True))
+    for each in (meta, meta.device):
+        assert xla_replica.traits(each).is_lazy
+    assert xla_replica.LocalReplica("meta").is_lazy

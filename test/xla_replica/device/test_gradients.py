@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.xla_replica.replicas import needs_xla, row
+from support.xla_replica.replicas import row
 
 import xla_replica
 
@@ -60,7 +60,6 @@ def kept_tensors(rank: int) -> set[int]:
     return found
 
 
-@needs_xla
 @pytest.mark.parametrize("backend", [row("xla", 1)])
 def test_the_engine_keeps_nothing_when_it_returns(backend):
     """It does after three of four calls of torch.autograd.grad."""

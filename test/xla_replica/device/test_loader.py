@@ -40,8 +40,7 @@ def test_an_epoch_begins_in_the_thread_of_the_training_loop():
             yield torch.ones(1)
 
     assert len(list(DeviceLoader(batches(), send))) == 2
-    main = threading.current_thread()
-    assert [thread is main for thread in threads] == [True, False]
+    assert [thread is threading.current_thread() for thread in threads] == [True, False]
     assert list(DeviceLoader([], send)) == []
     assert len(DeviceLoader([[torch.ones(1), None]] * 3, send)) == 3
 

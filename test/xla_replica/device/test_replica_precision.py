@@ -35,7 +35,7 @@ def test_a_gpu_keeps_all_digits_inside_and_its_setting_after(chosen):
     ("of_bfloat16", "inside"), [(False, ("ieee", "highest")), (True, ("tf32", "high"))]
 )
 @pytest.mark.parametrize("chosen", ["highest", "high", "medium"])
-def test_torchs_older_setting_can_be_read_inside_and_is_as_before(
+def test_torchs_older_setting_is_right_inside_and_as_before(
     chosen, of_bfloat16, inside
 ):
     """It must not differ from the newer one, which it sets."""

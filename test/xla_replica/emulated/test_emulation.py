@@ -1,8 +1,4 @@
-"""Emulated replicas: every failure is a named error.
-
-What all backends have in common is in test_replica_family.py, and xm.* code as users
-write it in test_scripts.py.
-"""
+"""Emulated replicas, which share a process: failures, and torch.compile."""
 
 import multiprocessing
 import os
@@ -10,16 +6,17 @@ import time
 
 import pytest
 import torch
+from support.compiled import GraphCounter
 from support.scripts import python
-from support.xla_replica.replicas import Backend, needs_xla
+from support.xla_replica.replicas import MARKS, Backend, slow
+from torch import nn
 
 import xla_replica
 from xla_replica import ReplicaError
 from xla_replica.backends import counters
 
-pytestmark = [needs_xla, pytest.mark.xla]
-
-TWO, FOUR = Backend("xla", 2), Backend("xla", 4)
+pytestmark = MARKS["xla"]
+TWO, THREE, FOUR = (Backend("xla", n) for n in (2, 3, 4))
 
 
 def misbehaves(rank: int, how: str) -> torch.Tensor | None:
@@ -66,9 +63,7 @@ def test_a_replica_that_differs_ends_the_run(how, error):
     assert time.monotonic() - start < 60
 
 
-@pytest.mark.parametrize(
-    "how", ["not at all", pytest.param("is late", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("how", ["not at all", slow("is late")])
 def test_well_behaved_replicas_give_results(how):
     """A run leaves no variable, no chosen device and no process."""
     before = dict(os.environ)
@@ -107,15 +102,10 @@ def test_where_replicas_were_is_told_if_their_process_aborts():
 COUNT = counters.snapshot
 
 
-def count_late() -> counters.Counts:
-    time.sleep(0.3)
-    return COUNT()
-
-
 def compiles_out_of_sight(rank: int) -> float:
     """Reads a number as C++ does, right after a sum, while a peer still counts."""
     replica = xla_replica.current()
-    counters.snapshot = count_late
+    counters.snapshot = lambda: time.sleep(0.3) or COUNT()
     tensor = torch.ones(1).to(replica.device)
     replica.all_reduce_([tensor])
     replica.sync()
@@ -171,9 +161,87 @@ def has_what_cannot_travel(rank: int, raises: bool) -> object:
     return lambda: rank
 
 
-@pytest.mark.parametrize(("raises", "error"), [
-    (True, r"raised KeyError: \('lost contact'"), (False, "result cannot be pickled"),
-])  # fmt: skip
-def test_what_cannot_travel_still_tells(raises, error):
-    with pytest.raises(ReplicaError, match=error):
-        TWO.run(has_what_cannot_travel, raises)
+def test_what_cannot_travel_still_tells():
+    with pytest.raises(ReplicaError, match=r"raised KeyError: \('lost contact'"):
+        TWO.run(has_what_cannot_travel, True)
+    with pytest.raises(ReplicaError, match="result cannot be pickled"):
+        TWO.run(has_what_cannot_travel, False)
+
+
+# --- torch.compile ------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """What it computes depends on whether it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.first(x).tanh() * (2 if self.training else 1)
+        return x + self.second(x)[:, 1:].tanh().sum()
+
+
+def compiles_while_others_run(rank: int, evaluates: bool) -> tuple[int, list[float]]:
+    """Draws and compiles alone; returns the number of graphs and the numbers."""
+    replica, counter = xla_replica.current(), GraphCounter("openxla")
+    with replica.seeded(0):
+        model, x = Model().to(replica.device), torch.randn(4, 6).to(replica.device)
+    compiled = torch.compile(model, backend=counter)
+    for _ in range(rank + 2):
+        found, expected = (
+            torch.autograd.grad(each(x).square().sum(), [*model.parameters()])
+            for each in (compiled, model)
+        )
+        found, expected = replica.fetch(found), replica.fetch(expected)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    with replica.seeded(1):
+        drawn = torch.rand(1000).tolist()
+    if evaluates:
+        model.eval()
+        compiled(x)
+        with torch.no_grad():
+            compiled(x)
+    return counter.num_graphs, drawn
+
+
+@pytest.mark.parametrize(("evaluates", "num_graphs"), [(False, 2), slow(True, 5)])
+def test_replicas_compile_one_at_a_time(evaluates, num_graphs):
+    """Forward and backward; in all, there are more variants than torch keeps."""
+    with xla_replica.seeded(1):
+        expected = num_graphs, torch.rand(1000).tolist()
+    results = THREE.run(compiles_while_others_run, evaluates)
+    assert results == 3 * [expected]
+
+
+def sums_while_compiled(rank: int) -> list[int]:
+    """Sums within a compiled function; returns how much each call compiles."""
+    import torch_xla.core.xla_model as xm
+
+    replica = xla_replica.current()
+
+    @torch.compile(backend="openxla")
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        return xm.all_reduce(xm.REDUCE_SUM, x * 2) / replica.num_replicas
+
+    @torch.compile(backend="openxla")
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    compilations = []
+    for n in range(4):
+        with xla_replica.count(replica) as count:
+            x = replica.scalar(rank + n)
+            pending = xm.all_reduce(xm.REDUCE_SUM, x + 1)  # nothing below needs it
+            other = doubled(x + 3)
+            found = [float(v) for v in (mean(x), other, pending)]
+        assert found == [2 * (n + 1), 2 * (rank + n + 3), 3 * (n + 1) + 3]
+        compilations.append(count.compilations)
+    return compilations
+
+
+def test_a_collective_ends_the_graph():
+    for first, _, *later in THREE.run(sums_while_compiled):
+        assert first > 0
+        assert later == [0, 0]

@@ -124,10 +124,9 @@ def test_python_ends_after_the_heartbeat_under_way():
 @needs_lighthouse
 def test_an_interface_chooses_the_address_and_is_refused_by_name_if_there_is_none():
     with lighthouse() as address:
-        member = Membership(address, options=LiveOptions(interface="lo"))
-        assert member.host == "127.0.0.1"
+        assert Membership(address, LiveOptions(interface="lo")).host == "127.0.0.1"
         with pytest.raises(ReplicaError, match="'eth77' has no IPv4 address"):
-            Membership(address, options=LiveOptions(interface="eth77"))
+            Membership(address, LiveOptions(interface="eth77"))
 
 
 def of_two(was_silent: bool = False, has_lost: bool = False) -> MemberReplica:

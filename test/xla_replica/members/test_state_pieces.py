@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.xla_replica.replicas import of_torch_alone
 
-import xla_replica
+from xla_replica import LocalReplica, MemberLost
 from xla_replica.common.trees import map_tensors, tensors_in
 from xla_replica.members import host_group, state_pieces
 from xla_replica.members.member_replica import MemberReplica
@@ -56,21 +56,16 @@ def connected(number: int) -> list[MemberReplica]:
     """Returns members of one generation, which threads of this process use."""
     store = torch.distributed.HashStore()
     told = {"store_address": "", "was_silent": False, "has_lost": False}
-    told |= {"note_together": lambda: None}
-    members = []
-    for member in range(number):
-        inner = xla_replica.LocalReplica("cpu")
-        replica = MemberReplica(inner, SimpleNamespace(**told), LiveOptions())
+
+    def connect(member: int) -> MemberReplica:
+        membership = SimpleNamespace(**told, note_together=lambda: None)
+        replica = MemberReplica(LocalReplica("cpu"), membership, LiveOptions())
         replica.met, replica.member = SimpleNamespace(members=[*range(number)]), member
-        members.append(replica)
+        group = host_group.connect(store, member, number, "127.0.0.1", 20.0)
+        replica._group = Group(group, member)
+        return replica
 
-    def connect(replica: MemberReplica) -> None:
-        place = replica.member, number
-        group = host_group.connect(store, *place, "127.0.0.1", 20.0)
-        replica._group = Group(group, replica.member)
-
-    together(members, connect)
-    return members
+    return together(range(number), connect)
 
 
 def together(members, function) -> list:
@@ -82,13 +77,13 @@ def receive(members, receivers, states) -> list:
     """Returns what each member has then, or the loss that it has met."""
 
     def share(replica: MemberReplica):
+        own = states[replica.member]
         try:
-            own = states[replica.member]
             common, state = replica.share(replica.member, own, 0, receivers)
-            assert common == 0
-            return state
-        except xla_replica.MemberLost as error:
+        except MemberLost as error:
             return str(error)
+        assert common == 0
+        return state
 
     return together(members, share)
 
@@ -106,8 +101,7 @@ def small_pieces(monkeypatch):
 def test_joiners_get_the_bits_and_every_member_sends_its_share(num_senders):
     joiners = [num_senders, num_senders + 1]
     members = connected(num_senders + 2)
-    states = [STATE] * num_senders + [None] * 2
-    for found in receive(members, joiners, states):
+    for found in receive(members, joiners, [STATE] * num_senders + [None] * 2):
         assert_same(found)
     share = pytest.approx(SIZE / num_senders, abs=2000)
     assert all(member._group.sent.total() / 2 == share for member in members[:-2])

@@ -25,23 +25,18 @@ def environment(rank: int) -> tuple[str | None, Path, bool, int]:
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
-def test_a_run_has_the_environment_and_folder_that_its_parent_has_now(
-    backend, monkeypatch, tmp_path
-):
-    """Not those that its parent had when the first run began.
-
-    Only those that need it import torch_xla, which replaces modules such as nn.GRU.
-    """
+def test_a_run_has_its_parents_present_surroundings(backend, monkeypatch, tmp_path):
+    """Only where it is needed is torch_xla, which replaces modules such as nn.GRU."""
     processes = set()
-    for value in ("1", "2", None):
-        monkeypatch.delenv("A_TEST_HAS_SET", raising=False)
-        if value is not None:
-            monkeypatch.setenv("A_TEST_HAS_SET", value)
+    for value in ("1", "2", ""):
+        monkeypatch.setenv("A_TEST_HAS_SET", value)
+        if not value:
+            monkeypatch.delenv("A_TEST_HAS_SET")
         folder = tmp_path / f"folder{value}"
         folder.mkdir()
         monkeypatch.chdir(folder)
         for *found, process in backend.run(environment):
-            assert found == [value, folder, backend.device == "xla"]
+            assert found == [value or None, folder, backend.device == "xla"]
             processes.add(process)
     # XLA's replicas are threads of one process.
     assert len(processes) == 3 * (1 if backend.device == "xla" else 3)
@@ -108,10 +103,7 @@ def ends_early(rank: int, how: str) -> None:
     ("sums alone", r"^replica \d died \(signal 6: .*: call each on every replica"),
 ])  # fmt: skip
 def test_a_process_that_ends_without_a_word_is_named_at_once(how, said):
-    """A loader's dead worker interrupts what its replica writes of an exception.
-
-    A death is told though a peer's collective fails before it is seen.
-    """
+    """Also if a peer's collective fails first, or a loader's worker interrupts it."""
     with pytest.raises(ReplicaError, match=said):
         Backend("cpu", 2).run(ends_early, how)
 

@@ -1,8 +1,6 @@
 """Other people's torch_xla scripts on N replicas of a CPU, and what they count on."""
 
-import functools
 import re
-import sys
 import time
 from typing import Any
 
@@ -10,21 +8,15 @@ import pytest
 import torch
 from support.documents import ROOT
 from support.scripts import python, written
-from support.xla_replica.replicas import on_xla, row
+from support.xla_replica.replicas import on_xla, row, slow
 
 from xla_replica.__main__ import main
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-COMMAND = (sys.executable, "-W", "ignore", "-m", "xla_replica")
-
 
 def run(number: int, *words: object, status: int = 0) -> str:
-    options = {"command": COMMAND, "timeout": 300, "status": status}
-    done = python("--num-replicas", number, *words, **options)
+    command = "-W", "ignore", "-m", "xla_replica", "--num-replicas", number
+    done = python(*command, *words, timeout=300, status=status)
     return done.stdout + done.stderr
-
-
-# --- the command line ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("arguments", "status", "said"), [
@@ -60,9 +52,7 @@ def test_a_script_for_torch_xla_alone_trains_on_replicas(number, tmp_path):
 SCRIPT = """
 import sys, torch, torch_xla
 import torch_xla.distributed.xla_multiprocessing as xmp
-from torch_xla.core.xla_model import (
-    REDUCE_SUM, all_reduce, rendezvous, xla_device, xla_device_hw
-)
+from torch_xla.core.xla_model import all_reduce, rendezvous, xla_device, xla_device_hw
 
 AT_IMPORT = torch.rand(1).item()
 SET_LATER = "not set"
@@ -70,7 +60,7 @@ MODEL = xmp.MpModelWrapper(torch.nn.Linear(1, 1))
 
 def train(index, how):
     rank = torch.tensor([float(index)], device=xla_device())
-    total = all_reduce(REDUCE_SUM, rank).item()
+    total = all_reduce("sum", rank).item()
     if how == "exits":
         sys.exit(21)
     if how == "exits well":
@@ -129,13 +119,11 @@ def test_a_script_ends_as_it_would_on_a_tpu(how, status, expected, tmp_path):
 
 @on_xla
 @pytest.mark.slow
-def test_a_module_runs_as_with_python_and_can_be_told_that_it_has_a_tpu(
-    tmp_path, monkeypatch
-):
+def test_a_module_runs_as_with_python_and_can_think_it_has_a_tpu(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a_package").mkdir()
-    (tmp_path / "a_package" / "training.py").write_text(SCRIPT)
-    printed = run(2, "--as-tpu", "-m", "a_package.training", "works")
+    written(tmp_path / "a_package", SCRIPT)
+    printed = run(2, "--as-tpu", "-m", "a_package.script", "works")
     assert "1.0 of 1 on TPU: works not set ['works'] __mp_main__" in printed
 
 
@@ -287,11 +275,8 @@ def logs_beside(rank: int) -> list[object]:
     for step in range(3):
         value = torch.tensor([10.0 * step + rank], device=torch_xla.device())
         total = xm.all_reduce("sum", value)
-        xm.add_step_closure(
-            lambda x: seen.append((x.item(), xr.global_ordinal())),
-            args=(total,),
-            run_async=True,
-        )
+        add = lambda x: seen.append((x.item(), xr.global_ordinal()))  # noqa: E731
+        xm.add_step_closure(add, args=(total,), run_async=True)
         torch_xla.sync()
     deadline = time.monotonic() + 20
     while len(seen) < 3 and time.monotonic() < deadline:

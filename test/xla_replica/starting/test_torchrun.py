@@ -35,19 +35,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "rendezvous", [pytest.param("static", marks=pytest.mark.slow), "c10d"]
-)
-def test_every_launch_of_every_restart_meets_its_own_peers(tmp_path, rendezvous):
-    """With torch's keys, a process may read a peer's address of the time before.
-
-    And every group ends with its launch: a gloo thread that outlives it may abort the
-    process while Python exits.
-    """
-    place = "--rdzv_backend c10d --rdzv_endpoint localhost:"
-    place = ("--master_port " if rendezvous == "static" else place) + str(free_port())
+@pytest.mark.parametrize("place", [
+    pytest.param("--master_port ", id="static", marks=pytest.mark.slow),
+    pytest.param("--rdzv_backend c10d --rdzv_endpoint localhost:", id="c10d"),
+])  # fmt: skip
+def test_every_launch_of_every_restart_meets_its_own_peers(tmp_path, place):
+    """And its group ends with it: gloo's threads may abort a process that exits."""
     torchrun = [each for each in LAUNCHER if each != "--standalone"]
-    torchrun += ["--max_restarts", "1", *place.split()]
+    torchrun += ["--max_restarts", "1", *f"{place}{free_port()}".split()]
     done = python(written(tmp_path, RESTARTED), command=torchrun)
     assert done.stdout.count("TOTALS [3.0, 3.0, 3.0]") == 2
     assert "failed (exitcode: 21)" in done.stderr
