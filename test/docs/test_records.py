@@ -8,8 +8,7 @@ import pytest
 from support.documents import ROOT, read
 
 BALANCE_TYPES = ("mean", "pair", "recursive", "recursive-pair")
-# How the tables call the models and the ways of the records.
-MODELS = {
+MODELS = {  # by their names in the tables, those in the records
     "CNN": "cnn",
     "transformer": "transformer",
     "softmax regression": "softmax regression",

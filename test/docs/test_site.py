@@ -86,7 +86,6 @@ def test_the_first_hit_answers_what_a_reader_types(width, tmp_path):
         assert late == sorted(late)
 
 
-# Once: the site does not depend on the environment.
 @pytest.mark.skipif(HAS_XLA, reason="the other environment looks at the site")
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("width", WIDTHS)

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -136,7 +135,7 @@ class Slice:
     def run(self, command: str) -> str:
         return python("-c", command, command=["sh"], timeout=300, PATH=self.path).stdout
 
-    def wait_for(self, is_there: Callable[[], object]) -> None:
+    def wait_for(self, is_there) -> None:
         deadline = time.monotonic() + 240
         while not is_there():
             logs = [each.read_text() for each in self.folder.glob("*/work/train.log")]

@@ -6,6 +6,7 @@ A model that gets better than the table of docs/outside.md fails, too.
 import pytest
 import torch
 from support.outside import package
+from support.xla_replica.replicas import slow
 
 import per_sample_grad as psg
 from tools.outside import models, sweep_models
@@ -21,15 +22,11 @@ FOUND = {
 }
 # `make outside` runs all of them, and the default tests these.
 QUICK = ("mobilenet_v2", "shufflenet_v2_x0_5", "squeezenet1_1")
-ROWS = [
-    pytest.param(*key, marks=[] if key[1] in QUICK else [pytest.mark.slow])
-    for key in FOUND
-]
+ROWS = [key if key[1] in QUICK else slow(*key) for key in FOUND]
 REGENERATE = "run `python tools/outside/sweep_models.py` and commit what it writes"
 
 
 def cases(library: str) -> dict[str, models.Case]:
-    models.import_torchvision()
     package(library)
     return models.LIBRARIES[library]()
 
@@ -46,7 +43,6 @@ def test_norms_are_right_and_the_outcome_is_in_the_table(library, name):
 
 @pytest.mark.parametrize("library", ["torchvision", "timm", "peft"])
 def test_what_models_need_is_imported_beside_a_torch_for_cpus(library):
-    models.import_torchvision()
     package(library)
 
 

@@ -6,7 +6,6 @@ is the one method that asks Opacus for the gradients.
 
 import importlib
 import pkgutil
-from typing import Any
 
 import pytest
 import torch
@@ -62,10 +61,10 @@ def adapted(tests: type) -> dict[str, type]:
     }
 
 
-def _refused(test: Any) -> Any:
+def _refused(test):
     """Returns a test that passes if ``test`` ends with an error of ours."""
 
-    def run(self: Any) -> None:
+    def run(self) -> None:
         with pytest.raises(psg.PerSampleError):
             test(self)
 

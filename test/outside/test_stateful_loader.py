@@ -178,9 +178,7 @@ def by_step(outcomes) -> dict[int, list[int]]:
 @pytest.mark.parametrize(("num_workers", "keeps", "dataset"), [
     (0, True, numbers), (2, True, stream), (2, False, numbers),
 ])  # fmt: skip
-def test_a_stopped_run_goes_on_with_other_replicas(
-    tmp_path, num_workers, keeps, dataset
-):
+def test_stopped_runs_go_on_with_other_replicas(tmp_path, num_workers, keeps, dataset):
     """With an elastic optimizer, whose state has the place; a loader's may be saved."""
     whole = [train(0, tmp_path / "whole", num_workers, 11, False, dataset)]
     train(0, tmp_path / "cut", num_workers, 5, keeps, dataset)

@@ -17,17 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import per_sample_grad as psg
 import variable_batch_size as vbs
-from tools.outside import models
 
 pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore")]
 
 TRACE, REFERENCE = [8, 16, 4, 24, 12, 8, 16, 8], 8
 NUM_SAMPLES = sum(TRACE)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def torchvision():
-    models.import_torchvision()
 
 
 def data() -> TensorDataset:

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -159,7 +158,7 @@ def wrong_runs(rank: int) -> None:
 
 @pytest.fixture
 def logs_of(monkeypatch, tmp_path):
-    def write(function: Callable[[int], Any]) -> tuple[list[str], list[Any]]:
+    def write(function: Callable) -> tuple[list[str], list]:
         path = tmp_path / function.__name__
         monkeypatch.setenv("XLA_SAVE_TENSORS_FILE", str(path))
         monkeypatch.setenv("XLA_SAVE_TENSORS_FMT", "hlo")

@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import pytest
 from support.xla_replica.replicas import SEVERAL_REPLICAS, TPU_LIKE
@@ -82,7 +80,7 @@ def test_a_worker_that_hangs_is_ended_with_its_iterator(arms):
 
 
 @pytest.fixture
-def arms(monkeypatch) -> Iterator[None]:
+def arms(monkeypatch):
     """Signals are caught as by a script, and afterwards no more."""
     monkeypatch.setattr(stopping._process, "armed", frozenset())
     with stopping.listening():
@@ -156,7 +154,7 @@ class Lost:
 def test_a_worker_that_died_is_the_error_where_no_handler_can_say_so():
     """A TPU's replicas are threads, in which torch has no handler."""
 
-    def reads(rank: int, dataset: Sequence[Any], collate: Callable) -> None:
+    def reads(rank: int, dataset, collate) -> None:
         loader = DataLoader(dataset, 1, sampler=[0], collate_fn=collate, num_workers=1)
         list(xla_replica.current().loader(loader))
 

@@ -4,7 +4,6 @@ import collections
 import signal
 import subprocess
 import sys
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -19,23 +18,20 @@ from support.variable_batch_size.hugging_face import DECAY, TEXTS
 from support.xla_replica.replicas import Backend
 from support.xla_replica.torchrun import LAUNCHER
 
-import xla_replica
 from examples.ordering import causal_language_model
 from examples.ordering.hugging_face_model import GPTNeoX
-from tools.outside import models
-from xla_replica import ReplicaError
+from xla_replica import ReplicaError, Stopped
 
 pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def library():
-    models.import_torchvision()
     package("accelerate")
     return package("transformers")
 
 
-def check(outcomes: list[dict[str, Any]], kind: str | None = None) -> None:
+def check(outcomes: list[dict], kind: str | None = None) -> None:
     """Fails unless a run has ended, from where it began, as one in plain torch."""
     measured = []
 
@@ -87,7 +83,7 @@ def test_killed_and_asked_to_stop_it_goes_on_with_other_numbers_of_processes(tmp
     with pytest.raises(ReplicaError):
         Backend("cpu", 2).run(runs.run, folder, None, {1: (3, signal.SIGKILL)})
     assert (tmp_path / "checkpoint-2").exists()
-    with pytest.raises(xla_replica.Stopped) as stopped:
+    with pytest.raises(Stopped) as stopped:
         Backend("cpu", 3).run(runs.run, folder, None, {1: (5, signal.SIGTERM)})
     assert stopped.value.exit_status == 143
     assert not (tmp_path / "checkpoint-8").exists()

@@ -1,6 +1,5 @@
 """Lightning trains under a trace: on any processes, killed and resumed."""
 
-import importlib.util
 import json
 import math
 import os
@@ -26,11 +25,7 @@ from torch.utils.data import DataLoader
 import variable_batch_size as vbs
 import xla_replica
 from examples.lightning import digits
-from tools.outside import models
-from xla_replica import ReplicaError
 
-if importlib.util.find_spec("lightning"):
-    models.import_torchvision()
 lightning = package("lightning.pytorch")
 from variable_batch_size.integrations.lightning import ElasticStrategy  # noqa: E402
 
@@ -184,9 +179,9 @@ def test_the_trainers_logger_has_its_own_and_our_numbers(undisturbed):
 def test_killed_and_resumed_on_other_numbers_of_processes(tmp_path, undisturbed):
     """Two processes, then three, then one; the last checkpoints are of steps 5, 10."""
     folder, reference = undisturbed
-    with pytest.raises(ReplicaError):
+    with pytest.raises(xla_replica.ReplicaError):
         Backend("cpu", 2).run(fit, tmp_path, None, 7)
-    with pytest.raises(ReplicaError):
+    with pytest.raises(xla_replica.ReplicaError):
         Backend("cpu", 3).run(fit, tmp_path, tmp_path / "step=5.ckpt", 11)
     check_end(fit(0, tmp_path, tmp_path / "step=10.ckpt"), reference[0], 10)
     # The state does not know the replicas, and loads as weights do.
@@ -457,16 +452,12 @@ def test_a_checkpoint_of_another_strategy_is_refused(tmp_path, every):
 # --- the example ----------------------------------------------------------------------
 
 
-def run_example(rank: int, arguments: list[str]) -> pd.DataFrame:
-    return digits.train(rank, digits.parse(arguments))
-
-
 def test_the_example_goes_on_with_another_number_of_processes(tmp_path):
     common = ["--no-progress", "--save-every", "4", "--epochs", "3", "--logdir"]
     whole = digits.main([*common, str(tmp_path / "whole")])
     resumed = [*common, str(tmp_path / "resumed")]
     assert digits.main([*resumed, "--stop-after", "9"])["updates"].sum() == 9
-    table, _ = Backend("cpu", 2).run(run_example, resumed)
+    table, _ = Backend("cpu", 2).run(digits.train, digits.parse(resumed))
     columns = ["epoch", "updates", "smallest batch", "largest", "learning rate"]
     assert table[columns].equals(whole[columns])
     assert table["accuracy (%)"].iloc[-1] > 80

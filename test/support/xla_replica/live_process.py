@@ -11,10 +11,7 @@ from support.xla_replica import torchtpu
 
 
 def be_member(environment: dict[str, str], arguments: list[str], fate: Any) -> None:
-    """Trains as `member.main`, in as many replicas as MEMBER_REPLICAS says.
-
-    Its arguments begin with the folder; a fate is a `Fate`, or None.
-    """
+    """Trains as `member.main`, in a folder, with the fate that is a `Fate`, or None."""
     os.environ.update(environment)
     if torchtpu.is_installed():
         torchtpu.load()

@@ -24,8 +24,7 @@ needs_torchtpu = pytest.mark.skipif(not torchtpu.is_installed(), reason="no Torc
 # Of what takes long and is a matter of torch alone, as processes that meet by gloo.
 of_torch_alone = pytest.mark.slow if HAS_XLA else pytest.mark.skipif(False, reason="")
 
-# Long enough for a loaded machine, short enough for a test that hangs.
-TIMEOUT = 60.0
+TIMEOUT = 60.0  # enough for a loaded machine, and short for a test that hangs
 
 
 class Backend(NamedTuple):
@@ -71,15 +70,11 @@ MARKS = {
 
 
 def row(device: str, num_replicas: int, slow: bool = False):
-    """Returns a backend as a parameter of a test, with ``slow`` for slow runs only.
-
-    Beside torch_xla processes on gloo are slow; the torch environment's run has them.
-    """
+    """Returns a backend as a parameter of a test, with ``slow`` for slow runs only."""
     marks = [*MARKS[device], *([pytest.mark.slow] if slow else [])]
-    if device == "cpu" and num_replicas > 1:
+    if is_gloo := device == "cpu" and num_replicas > 1:
         marks += [of_torch_alone]
-    name = "gloo" if device == "cpu" and num_replicas > 1 else device
-    backend = Backend(device, num_replicas)
+    name, backend = "gloo" if is_gloo else device, Backend(device, num_replicas)
     return pytest.param(backend, marks=marks, id=f"{name}-{num_replicas}")
 
 

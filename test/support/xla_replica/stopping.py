@@ -76,11 +76,9 @@ class Starter(NamedTuple):
     ) -> Run:
         """Starts the script and, if it ``waits``, returns when all replicas train.
 
-        Args:
-            arms: Whether they catch signals.
-            workers: How each starts two workers of a loader, if it has one.
-            fate: What both replicas run once they have met, in place of training.
-            where: Which host of a slice with TPU chips this is.
+        If it ``arms``, they catch signals. ``workers`` says how each starts two of a
+        loader, ``fate`` what both run once they have met, in place of training, and
+        ``where`` which host of a slice with TPU chips this is.
         """
         how = folder, "arms" if arms else "", workers, fate, self.device
         arguments = words([*how, self.num_replicas, timeout])

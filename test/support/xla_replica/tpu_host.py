@@ -9,7 +9,6 @@ import functools
 import importlib.machinery
 import os
 import sys
-from collections.abc import Callable
 from types import ModuleType
 
 
@@ -107,7 +106,7 @@ class _Client:
 
 
 # By the modules that are changed when they have been imported, whoever imports them.
-_CHANGES: dict[str, Callable[[ModuleType], None]] = {
+_CHANGES = {
     "torch_xla._internal.tpu": lambda tpu: vars(tpu).update(
         num_available_chips=lambda: int(os.environ["TPU_LIKE_CHIPS"])
     ),

@@ -9,7 +9,6 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from support.xla_replica.replicas import HAS_XLA, of_torch_alone
 from support.xla_replica.torchrun import LAUNCHER
 
 import xla_replica
-from xla_replica import LocalReplica
 from xla_replica.starting.torch_tpu import check_is_only_host
 
 # Replica r brings r + 1, so that the sum over two replicas is 3.
@@ -110,7 +108,9 @@ class Says(str):
         return str(self) in str(other)
 
 
-def check(folder: Path, install: str, calls: list[tuple[str, Any]], *command) -> None:
+def check(
+    folder: Path, install: str, calls: list[tuple[str, object]], *command
+) -> None:
     """Asserts what each call returns, or its error, as replica 0 tells.
 
     ``install`` is a call of a function of `fake_accelerator`; ``command`` runs scripts.
@@ -160,7 +160,7 @@ def test_a_group_that_was_joined_without_a_backend_is_found(tmp_path):
     torch.distributed.init_process_group(**options, rank=0, world_size=1)
     try:
         replica = xla_replica.current()
-        assert replica.device == LocalReplica().device
+        assert replica.device == xla_replica.LocalReplica().device
         assert replica.reason.startswith("torch.distributed is initialised with cpu:")
     finally:
         torch.distributed.destroy_process_group()
