@@ -1,7 +1,6 @@
 """The files for other people's launchers are what those launchers accept."""
 
 import copy
-import importlib
 import importlib.util
 import sys
 from types import ModuleType

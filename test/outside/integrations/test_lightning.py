@@ -32,12 +32,13 @@ from variable_batch_size.integrations.lightning import ElasticStrategy  # noqa: 
 pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore")]
 
 
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+
+
 def trainer_of(sampler: vbs.CustomSampler, strategy: Any = (), **options: Any) -> Any:
-    defaults = {"logger": False, "enable_checkpointing": False, "max_epochs": 2}
-    return lightning.Trainer(
-        strategy=ElasticStrategy(sampler, **dict(strategy)), accelerator="cpu",
-        enable_progress_bar=False, enable_model_summary=False, **defaults | options,
-    )  # fmt: skip
+    options = {"enable_checkpointing": False, "max_epochs": 2, **options}
+    strategy = ElasticStrategy(sampler, **dict(strategy))
+    return lightning.Trainer(strategy=strategy, accelerator="cpu", **QUIET | options)
 
 
 # Two epochs of different numbers of steps, of 1 to 9 minibatches: some replicas are
@@ -438,10 +439,8 @@ def test_another_loader_and_replicas_on_xla_are_refused(monkeypatch):
 def test_a_checkpoint_of_another_strategy_is_refused(tmp_path, every):
     kinds = lightning.callbacks.ModelCheckpoint
     saves = kinds(tmp_path, "plain", every_n_train_steps=every)
-    plain = lightning.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[saves],
-    )  # fmt: skip
+    options = {"accelerator": "cpu", "max_epochs": 1, "callbacks": [saves]}
+    plain = lightning.Trainer(**QUIET, **options)
     plain.fit(Small(), DataLoader(range(24), batch_size=8))
     with pytest.raises(ValueError, match="load an elastic checkpoint"):
         small_fit(Small(), [8] * 6, ckpt=tmp_path / "plain.ckpt")

@@ -5,10 +5,13 @@ the PCI bus, its variables and, of the client in libtpu, which replica of how ma
 is. XLA:CPU takes the client's place, but for collectives, which go through gloo.
 """
 
+import datetime
 import functools
 import importlib.machinery
+import multiprocessing
 import os
 import sys
+import time
 from types import ModuleType
 
 
@@ -17,6 +20,7 @@ class _Client:
 
     def __init__(self, torch_xla: ModuleType) -> None:
         self._torch_xla, self._c = torch_xla, torch_xla._XLAC
+        self._torch = sys.modules["torch"]
 
     def install(self) -> None:
         # Python still reads TPU in its copy of the environment.
@@ -45,17 +49,13 @@ class _Client:
     @functools.cached_property
     def _group(self):
         """Connects the processes of this launch. Like libtpu, it waits for ever."""
-        import datetime
-        import multiprocessing
-
-        from torch import distributed
-
         [number] = multiprocessing.current_process()._identity
         launch = number - int(os.environ["PJRT_LOCAL_PROCESS_RANK"])
         path = os.path.join(os.environ["TPU_LIKE_FOLDER"], f"launch-{launch}")
-        store = distributed.FileStore(path, self.size)
+        store = self._torch.distributed.FileStore(path, self.size)
         patience = datetime.timedelta(days=1)
-        return distributed.ProcessGroupGloo(store, self.rank, self.size, patience)
+        group = self._torch.distributed.ProcessGroupGloo
+        return group(store, self.rank, self.size, patience)
 
     def _read(self, tensors) -> list:
         """Returns values on the host, of all tensors in one transfer."""
@@ -65,8 +65,6 @@ class _Client:
     @staticmethod
     def _wait(works) -> None:
         """Waits as a TPU's replica does when it next fetches, also for who has gone."""
-        import time
-
         import xla_replica
 
         with xla_replica.current().waiting():
@@ -77,30 +75,24 @@ class _Client:
                     time.sleep(86_400)
 
     def _all_reduce(self, kind, tensors, scale, groups, pin_layout) -> None:
-        import torch
-
         assert (kind, scale, groups) == ("sum", 1.0, [])
         values = self._read(tensors)
         self._wait([self._group.allreduce([value]) for value in values])
-        with torch.no_grad():
+        with self._torch.no_grad():
             for tensor, value in zip(tensors, values):
                 tensor.copy_(value.to(tensor.device))
 
     def _all_gather(self, tensor, dim, count, groups, *options):
-        import torch
-
         assert (dim, count, groups) == (0, self.size, [])
         [value] = self._read([tensor])
-        parts = [torch.empty_like(value) for _ in range(count)]
+        parts = [self._torch.empty_like(value) for _ in range(count)]
         self._wait([self._group.allgather([parts], [value])])
-        return torch.cat(parts).to(tensor.device)
+        return self._torch.cat(parts).to(tensor.device)
 
     def _all_to_all(self, tensor, token, split, concat, count, groups, pin_layout):
-        import torch
-
         assert (split, concat, count, groups) == (0, 0, self.size, [])
         [value] = self._read([tensor])
-        received = torch.empty_like(value)
+        received = self._torch.empty_like(value)
         self._wait([self._group.alltoall_base(received, value, [], [])])
         return received.to(tensor.device), token
 

@@ -213,7 +213,6 @@ def groups() -> tuple[list[Any], list[torch.Tensor]]:
 
     dist.init_process_group("xla", init_method="xla://")
     n, rank, device = dist.get_world_size(), dist.get_rank(), torch_xla.device()
-
     mine = torch.tensor([float(rank)], device=device)
     total, sent, *parts = (mine.clone() for _ in range(2 + n))
     dist.all_reduce(total)

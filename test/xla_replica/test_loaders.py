@@ -1,20 +1,23 @@
-"""Workers of loaders block the signals that are caught, and are ended all the same."""
+"""Device loaders, and workers: they block caught signals, and end all the same."""
 
 import contextlib
+import itertools
 import logging
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+import torch
 from support.xla_replica.replicas import SEVERAL_REPLICAS, TPU_LIKE
 from torch.utils.data import DataLoader
 
 import xla_replica
-from xla_replica import LocalReplica, stopping
+from xla_replica import DeviceLoader, LocalReplica, stopping
 from xla_replica.device.loader import _warn_once
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX")
@@ -162,3 +165,50 @@ def test_a_worker_that_died_is_the_error_where_no_handler_can_say_so():
         xla_replica.launch(reads, ([0], lambda batch: Lost()), device="cpu")
     with pytest.raises(ConnectionResetError):
         xla_replica.launch(reads, (Lost(), list), device="cpu")
+
+
+# --- the device loader ----------------------------------------------------------------
+
+send = LocalReplica("meta").send  # in place of an accelerator
+
+
+def test_breaking_out_stops_the_thread_after_the_same_number_of_batches():
+    """GraB tells passes apart by how many samples each has drawn."""
+    before, left = threading.active_count(), threading.Event()
+
+    def batches():
+        for number in numbers:
+            if number:  # in the thread, which has more to load when the loop is left
+                left.wait()
+            yield torch.ones(1)
+
+    numbers, timer = itertools.count(), threading.Timer(0.1, left.set)
+    for _ in DeviceLoader(batches(), send, prefetch=3):
+        timer.start()
+        break
+    timer.join()
+    assert threading.active_count() == before
+    assert next(numbers) == 4
+
+
+def test_an_epoch_begins_in_the_thread_of_the_training_loop():
+    """A sampler may compute its order on the device at the first batch."""
+    threads = []
+
+    def batches():
+        for _ in range(2):
+            threads.append(threading.current_thread())
+            yield torch.ones(1)
+
+    assert len(list(DeviceLoader(batches(), send))) == 2
+    assert [thread is threading.current_thread() for thread in threads] == [True, False]
+    assert list(DeviceLoader([], send)) == []
+    assert len(DeviceLoader([[torch.ones(1), None]] * 3, send)) == 3
+
+
+def test_what_has_ended_is_not_asked_again():
+    """A sampler that deals a step again after the end deals to the next iteration."""
+    dealt = iter([torch.ones(1), torch.ones(2), None, torch.ones(4)])
+    loader = DeviceLoader(iter(lambda: next(dealt), None), send, 5)
+    assert [len(batch) for batch in loader] == [1, 2]
+    assert len(next(dealt)) == 4
