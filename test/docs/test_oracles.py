@@ -60,9 +60,9 @@ def test_an_elastic_loop():
 
 def test_the_loop_of_lockstep_goes_on_within_an_epoch():
     (inputs, targets), (model, inner) = data(512), model_and_optimizer()
-    sampler = vbs.CustomSampler(range(512), [64, 96], **ALONE)
+    sampler, replica = vbs.CustomSampler(range(512), [64, 96], **ALONE), LOCAL
     sampler.load_state_dict(sampler.state_dict() | {"step": 1})
-    options = {"replica": LOCAL, "lockstep": True}
+    options = {"replica": replica, "lockstep": True}
     optimizer = vbs.LinearRuleOptimizer(inner, sampler, 64, **options)
     optimizer.set_epoch(0)
     minibatches = ((inputs[rows], targets[rows]) for rows in sampler)

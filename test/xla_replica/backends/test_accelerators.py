@@ -108,9 +108,7 @@ class Says(str):
         return str(self) in str(other)
 
 
-def check(
-    folder: Path, install: str, calls: list[tuple[str, object]], *command
-) -> None:
+def check(folder: Path, install: str, calls: list[tuple], *command) -> None:
     """Asserts what each call returns, or its error, as replica 0 tells.
 
     ``install`` is a call of a function of `fake_accelerator`; ``command`` runs scripts.

@@ -40,7 +40,7 @@ if __name__ == "__main__":
     pytest.param("--rdzv_backend c10d --rdzv_endpoint localhost:", id="c10d"),
 ])  # fmt: skip
 def test_every_launch_of_every_restart_meets_its_own_peers(tmp_path, place):
-    """And its group ends with it: gloo's threads may abort a process that exits."""
+    """By keys of their own. Groups end with them: gloo threads may abort at exit."""
     torchrun = [each for each in LAUNCHER if each != "--standalone"]
     torchrun += ["--max_restarts", "1", *f"{place}{free_port()}".split()]
     done = python(written(tmp_path, RESTARTED), command=torchrun)
