@@ -1,8 +1,4 @@
-"""Opacus's own tests of its layers, on our gradients in place of Opacus's.
-
-The tests come with Opacus, and compare each sample's gradient with a loop's. Replaced
-is the one method that asks Opacus for the gradients.
-"""
+"""Opacus's own tests of its layers, on our gradients in place of Opacus's."""
 
 import importlib
 import pkgutil

@@ -136,10 +136,7 @@ INNER = {
 
 
 def scheduled(name: str, inner: str, place: str | None = None, by_hand: bool = True):
-    """Returns the last weights and the learning rate of every update.
-
-    With a place, of what the scheduler is built with, the optimizer is wrapped.
-    """
+    """Returns the last weights and all learning rates; wrapped if there is a place."""
     weight, lrs = nn.Parameter(torch.linspace(-1, 1, 5)), []
     optimizer = wrapper = INNER[inner]([weight])
     sampler = vbs.CustomSampler(range(NUM_UPDATES), 1, minibatch_size=1, verbose=False)

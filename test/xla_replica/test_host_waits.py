@@ -1,7 +1,4 @@
-"""What makes the host wait for an accelerator, whose place the 'meta' device takes.
-
-Every operation runs there, and a copy from the host is seen on its way.
-"""
+"""What makes the host wait for an accelerator, whose place the 'meta' device takes."""
 
 import contextlib
 import threading

@@ -205,10 +205,7 @@ def test_a_signal_that_replicas_obey_or_have_obeyed_goes_no_further(is_armed, tm
     starts("tpu-like", "SIGINT", "spawn"),
 ])  # fmt: skip
 def test_a_caught_signal_stops_all_at_one_update(starter, name, workers, tmp_path):
-    """One to the script; or, with workers, one to all, as a machine that shuts down.
-
-    A loader's worker that died of it would end the training before it has saved.
-    """
+    """One to the script; or, with workers, one to all, as a machine that shuts down."""
     run, number = starter.start(tmp_path, workers=workers), signal.Signals[name]
     children = run.children()
     if workers:
@@ -219,7 +216,7 @@ def test_a_caught_signal_stops_all_at_one_update(starter, name, workers, tmp_pat
     if starter is not stopping.TORCHRUN:  # whose own status tells of the signal
         # The last of the signals to all may come when the script is about to end.
         assert status in (143, -number if workers else 143), error
-    assert "DataLoader worker" not in error
+    assert "DataLoader worker" not in error  # whose death would end the training
     saved = [path.read_text().split(" ", 1) for path in run.files("saved")]
     assert len(saved) == run.num_replicas, error
     assert len({update for update, _ in saved}) == 1

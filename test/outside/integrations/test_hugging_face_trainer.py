@@ -194,9 +194,6 @@ def test_the_example_under_torchrun_is_continued_by_one_process(tmp_path):
         assert (tmp_path / "run" / "checkpoint-6").exists()
 
 
-# --- a model of transformers in the example that orders samples -----------------------
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_says_which_parameters_it_ties(tied):
     """By which an optimizer knows of ties that a move has lost."""
@@ -206,7 +203,7 @@ def test_a_model_says_which_parameters_it_ties(tied):
 
 
 @pytest.mark.parametrize("fidelity", ["exact", "projected", "group"])
-def test_its_gradients_are_right_and_it_trains_in_bfloat16(tmp_path, fidelity):
+def test_gpt_neox_has_right_gradients_and_trains_in_bfloat16(tmp_path, fidelity):
     book, trace = tmp_path / "book.txt", tmp_path / "trace.csv"
     book.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(400)))
     trace.write_text("step,batchsize\n0,8\n1,16\n2,24\n")

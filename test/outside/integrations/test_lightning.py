@@ -448,9 +448,6 @@ def test_a_checkpoint_of_another_strategy_is_refused(tmp_path, every):
         small_fit(Small(), [8] * 6, limit_train_batches=2)
 
 
-# --- the example ----------------------------------------------------------------------
-
-
 def test_the_example_goes_on_with_another_number_of_processes(tmp_path):
     common = ["--no-progress", "--save-every", "4", "--epochs", "3", "--logdir"]
     whole = digits.main([*common, str(tmp_path / "whole")])

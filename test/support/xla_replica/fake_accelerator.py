@@ -39,13 +39,10 @@ def _barrier() -> None:
 
 
 def install(kind: str, count: int = 2) -> types.ModuleType:
-    """Makes ``kind`` the accelerator of this process; returns its module in torch.
-
-    The module's ``chosen`` lists what was given to ``set_device``.
-    """
+    """Makes ``kind`` the accelerator of this process; returns its module in torch."""
     torch.utils.rename_privateuse1_backend(kind)
     module = types.ModuleType(f"torch.{kind}")
-    module.chosen = []
+    module.chosen = []  # by set_device
     module.is_available = lambda: True
     module.device_count = lambda: count
     module.set_device = module.chosen.append
@@ -63,11 +60,7 @@ def install(kind: str, count: int = 2) -> types.ModuleType:
 
 
 def install_torch_tpu(count: int = 2) -> None:
-    """Installs an accelerator as TorchTPU's with torch 2.13.
-
-    A process neither chooses its device nor asks the module for its random state, and
-    needs variables from its launcher.
-    """
+    """Installs an accelerator as TorchTPU's, with what it refuses beside torch 2.13."""
     module = install("tpu", count)
 
     def get_rng_state(device: Any = "tpu") -> torch.Tensor:

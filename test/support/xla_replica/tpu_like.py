@@ -46,10 +46,7 @@ def environment(num_chips: int, folder: Any, host=0, num_hosts=1) -> dict[str, s
 
 
 class _Host:
-    """A process that has launched a replica on each of its chips, which wait for work.
-
-    It ends with the first function that does not return on every replica.
-    """
+    """A process with replicas, one on each chip, that wait for work until one fails."""
 
     def __init__(self, num_chips: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tpu_like")

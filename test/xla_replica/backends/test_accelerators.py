@@ -1,7 +1,4 @@
-"""Processes take the accelerator that torch names, here one that is simulated.
-
-Every script has a process, or two under torchrun, of its own, and does several things.
-"""
+"""Processes take the accelerator that torch names: a simulated one, in scripts."""
 
 import contextlib
 import io
@@ -109,10 +106,7 @@ class Says(str):
 
 
 def check(folder: Path, install: str, calls: list[tuple], *command) -> None:
-    """Asserts what each call returns, or its error, as replica 0 tells.
-
-    ``install`` is a call of a function of `fake_accelerator`; ``command`` runs scripts.
-    """
+    """Asserts what calls return or raise, of a process with a fake accelerator."""
     expressions = [call for call, _ in calls]
     script = SCRIPT.replace("INSTALL", install).replace("CALLS", repr(expressions))
     # A machine may have a real accelerator, whose backend would be loaded with torch.

@@ -129,8 +129,6 @@ def test_processes_that_are_ended_leave_no_semaphore_behind(backend, tmp_path):
     assert "leaked" not in done.stderr
 
 
-# --- the script ---------------------------------------------------------------------
-
 DEFINES = """
 import torch, xla_replica
 

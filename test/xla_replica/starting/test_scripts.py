@@ -127,9 +127,6 @@ def test_a_module_runs_as_with_python_and_can_think_it_has_a_tpu(tmp_path, monke
     assert "1.0 of 1 on TPU: works not set ['works'] __mp_main__" in printed
 
 
-# --- what scripts count on ----------------------------------------------------------
-
-
 def does_it_all(rank: int, folder: str) -> tuple[Any, ...]:
     return draws(rank), logs_beside(rank), uses_collectives(rank, folder), groups()
 
