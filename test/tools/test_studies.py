@@ -116,7 +116,7 @@ def test_ways_of_a_language_model_see_equal_samples_and_are_made_once(tmp_path):
 
 
 def test_the_page_has_the_figures_of_the_study_of_a_language_model(capsys):
-    record = json.loads(read("docs/benchmarks/lm_study.json"))
+    record = json.loads(read("docs/benchmarks/language_model_study.json"))
     lm_study.tell(record["ways"])
     page, lines = read("docs/study.md"), capsys.readouterr().out.splitlines()
     assert len(lines) == 8

@@ -115,7 +115,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "one by one": {"passes": lambda _: [[3], [1], [3], [0], [5], [1]]},
     # Each parameter is still in one of them only.
     "in two parts": {"passes": lambda _: [[0, 2, 4], [5, 3, 1]]},
-    "other order": {"passes": lambda which: [ORDER if which % 2 else sorted(ORDER)]},
+    "other order": {"passes": lambda which: [sorted(ORDER) if which % 2 else ORDER]},
     "zeroed before": {"before_step": zero},
     "freezes in the loop": {"before_step": freeze_two, "trace": ALL_BUSY},
     "by hand": {"backward": by_hand},
