@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import logging
 import math
 import weakref
@@ -17,34 +18,41 @@ from torch.utils.checkpoint import checkpoint
 import variable_batch_size as vbs
 
 
-def all_steps(rank: int) -> list[tuple[tuple[float, ...], int]]:
+# Also where every sample is two tokens, of which the reference is two.
+REFERENCES = {"ref_batchsize": 1}, {"ref_weight": 2, "reduction": "sum"}
+STEPS = [*itertools.product((1, 2), CLOSED_FORMS.values())]
+
+
+def all_steps(rank: int) -> list[tuple[tuple[float, ...], float, int]]:
     """Makes an update of each case, whose rows are the gradients of minibatches."""
     found = []
-    for rows, *_ in CLOSED_FORMS.values():
+    for tokens, (rows, *_) in STEPS:
         weight, sampler, optimizer = one_weight(
             [len(rows)], "adascale", size=len(rows), minibatch_size=1,
-            numbers=len(rows[0]), ref_batchsize=1,
+            numbers=len(rows[0]), **REFERENCES[tokens - 1],
         )  # fmt: skip
         optimizer.set_epoch(0)
         batches = [torch.tensor(rows[index]) for (index,) in sampler]
         for row in optimizer.replica.loader(batches):
-            (weight * row).sum().backward()
-            optimizer.step()
-        found.append((optimizer.noise.measure(), len(batches)))
+            (weight * row * tokens).sum().backward()
+            optimizer.step(weight=tokens if tokens > 1 else None)
+        rate = optimizer.current_lr()
+        found.append((optimizer.noise.measure(), rate, len(batches)))
     return found
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_closed_forms_for_every_split(backend):
     """1 to 8 replicas with 8 to 0 substeps, some idle, find the same numbers."""
-    for case, by_rank in zip(CLOSED_FORMS.values(), zip(*backend.run(all_steps))):
+    for (tokens, case), by_rank in zip(STEPS, zip(*backend.run(all_steps))):
         rows, variance, square, gain = case
-        assert sum(number for _, number in by_rank) == len(rows)
-        expected = {"variance": variance, "square": square, "gain": gain}
+        assert sum(number for *_, number in by_rank) == len(rows)
+        expected = {"variance": tokens * variance, "square": square, "gain": gain}
         expected |= {"progress": gain, "efficiency": gain / len(rows)}
-        expected["noise_scale"] = variance / square if square else math.inf
-        for found, _ in by_rank:
+        expected["noise_scale"] = tokens * variance / square if square else math.inf
+        for found, rate, _ in by_rank:
             assert found._asdict() == pytest.approx(expected, abs=1e-5)
+            assert rate == pytest.approx(0.5 * gain, rel=1e-5)
 
 
 ROWS = [[1.0, 0, 0], [3.0, 0, 0]]  # of variance 2, and 3 = 1 * 3 the square

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from support.variable_batch_size import elastic
 from support.variable_batch_size.elastic import Case, batches, large_batch_run
 from support.variable_batch_size.wrapping import one_weight
-from support.xla_replica.replicas import TORCHTPU, XLA_BACKENDS, backends, row
+from support.xla_replica.replicas import XLA_BACKENDS, backends
 from torch import nn
 
 import xla_replica
@@ -20,10 +20,7 @@ VOCABULARY, LENGTH, PADDING = 11, 7, -100
 NUM_SAMPLES = 96
 # Batches from one minibatch to eight; several replicas are idle, two of them at first.
 TRACE = (4, 24, 12, 32, 8, 16)
-
-
 CASE = Case(TRACE, 3, num_samples=NUM_SAMPLES)
-ADASCALE = replace(CASE, rule="adascale", optimizer="sgd-heavy-ball")
 BY_SAMPLES, BY_TOKENS = {"ref_batchsize": 16}, {"ref_weight": 64.0}
 RUNS = {
     "by samples": (CASE, BY_SAMPLES),
@@ -55,10 +52,10 @@ def loss_sum(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor
 
 
 class Training(elastic.Training):
-    def __init__(self, name: str, texts=None, **changes) -> None:
-        case, options = RUNS.get(name, (ADASCALE, {}))
+    def __init__(self, name: str, **changes) -> None:
+        case, options = RUNS[name]
         with xla_replica.current().seeded(0):
-            made = (make_model(), *(texts or make_texts()))
+            made = make_model(), *make_texts()
         self.has_numbers = name in ("by samples", "by tokens, adamw")
         options = {"reduction": "sum", "ref_batchsize": None, **options, **changes}
         super().__init__(case, loss_sum, made=made, **options)
@@ -124,41 +121,6 @@ def test_a_minibatch_of_weight_zero_adds_nothing(trace, weights, options, expect
         (parameter.sum() * weight).backward()
         optimizer.step(weight=weight)
         assert torch.equal(parameter.detach(), torch.full((3,), value))
-
-
-class Measured(Training):
-    """AdaScale where every sample is one token, with and without weights."""
-
-    def __init__(self, reduction: str) -> None:
-        inputs, targets = make_texts()
-        texts = inputs[:, :1], targets.clamp(min=0)[:, :1]
-        self.weighted = reduction == "sum"
-        reference = {"ref_weight" if self.weighted else "ref_batchsize": 16}
-        super().__init__("adascale", texts, reduction=reduction, **reference)
-
-    def minibatch(self, x: torch.Tensor, y: torch.Tensor) -> int:
-        if self.weighted:
-            return super().minibatch(x, y)
-        (self.loss(self.model, x, y) / 4).backward()
-        return self.optimizer.step()
-
-
-def measured(rank: int) -> list[tuple[list[float], list[torch.Tensor]]]:
-    """Returns measurements and weights of a run without weights, and one with them."""
-    runs = [Measured("mean"), Measured("sum")]
-    weights = [run.train() for run in runs]
-    noise = [run.optimizer.noise.measure() for run in runs]
-    rates = [run.optimizer.current_lr() for run in runs]
-    return [([*m, lr], w) for m, lr, w in zip(noise, rates, weights)]
-
-
-@pytest.mark.parametrize(
-    "backend", [row("cpu", 1), row("cpu", 3), row("xla", 2, slow=True), *TORCHTPU]
-)
-def test_adascale_with_equal_weights_is_adascale(backend):
-    for (numbers, weights), found in backend.run(measured):
-        assert found[0] == pytest.approx(numbers, rel=1e-10)
-        torch.testing.assert_close(found[1], weights, rtol=1e-11, atol=1e-12)
 
 
 def test_the_log_tells_tokens(caplog):
