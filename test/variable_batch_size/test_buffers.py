@@ -5,6 +5,7 @@ import torch
 from support.variable_batch_size.elastic import Case, Training, batches
 from support.xla_replica.replicas import SEVERAL_REPLICAS, Backend, row
 from torch import nn
+from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
 import xla_replica
@@ -55,11 +56,14 @@ CASE = Case(
 INPUTS = 3 + 2 * torch.randn(512, 2, generator=torch.Generator().manual_seed(0))
 
 
+def mean_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return model(x).mean()
+
+
 def statistics(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns BatchNorm's own after an epoch with idle replicas, and their means."""
     model = nn.Sequential(nn.BatchNorm1d(2, momentum=0.05), nn.Linear(2, 1))
-    made = model, INPUTS, INPUTS
-    training, found = Training(CASE, lambda m, x, y: m(x).mean(), made=made), []
+    training, found = Training(CASE, mean_of, made=(model, INPUTS, INPUTS)), []
     for epoch in range(CASE.epochs):
         training.epoch(epoch)
         found.append(torch.stack([model[0].running_mean, model[0].running_var]))
@@ -98,31 +102,21 @@ class Counting(nn.Module):
 
 
 def counted(rank: int, folder: str | None, last: int, by_hand: bool = False):
-    replica = xla_replica.current()
-    with replica.seeded(0):
+    with (replica := xla_replica.current()).seeded(0):
         model = Counting()
-    model.to(replica.device)
-    data = torch.utils.data.TensorDataset(INPUTS[:96])
-    sampler = vbs.CustomSampler(
-        data, [8, 16, 4, 4, 12], minibatch_size=4, on_end="cycle"
-    )
-    inner = torch.optim.SGD(model.parameters(), 0.0)
-    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8)
-    loader = torch.utils.data.DataLoader(data, batch_sampler=sampler)
+    case = Case((8, 16, 4, 4, 12), last, "sgd", lr=0.0, num_samples=96, ref_batchsize=8)
+    training = Training(case, mean_of, made=(model, INPUTS[:96], INPUTS[:96]))
     if by_hand:
-        epochs = range(last)
+        for epoch in range(last):
+            training.epoch(epoch)
+            training.optimizer.average_buffers(model)
     else:
+        loader = DataLoader(training.inputs, batch_sampler=training.sampler)
         options = {"every_updates": 3, "progress": False, "checkpoint": folder}
-        epochs = vbs.epochs(optimizer, loader, last, model=model, **options)
-    for epoch in epochs:
-        if by_hand:
-            sampler.set_epoch(epoch)
-            optimizer.set_epoch(epoch)
-        for (x,) in replica.loader(loader) if by_hand else epoch:
-            model(x).mean().backward()
-            optimizer.step()
-        if by_hand:
-            optimizer.average_buffers(model)
+        options |= {"model": model}
+        for epoch in vbs.epochs(training.optimizer, loader, last, **options):
+            for x in epoch:
+                training.minibatch(x, x)
     found = zip(model.state_dict(), replica.fetch([*model.state_dict().values()]))
     return {name: each for name, each in found if not each.is_floating_point()}
 

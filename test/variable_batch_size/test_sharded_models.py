@@ -161,16 +161,13 @@ def exact_alone() -> list[dict[str, Any]]:
         return exact_outcomes(0, (1,))
 
 
-def test_exact_sums_of_one_process_that_shards_are_those_of_a_whole_model(exact_alone):
-    # Computing in another dtype is FSDP2's own.
-    assert_same_bits(exact_outcomes(0, None), exact_alone)
-
-
 @pytest.mark.parametrize("shape", [
-    (2,), *(pytest.param(s, marks=of_torch_alone) for s in ((3,), (2, 1), (2, 2))),
+    None, (2,),
+    *(pytest.param(s, marks=of_torch_alone) for s in ((3,), (2, 1), (2, 2))),
 ])  # fmt: skip
 def test_exact_sums_have_the_same_bits_however_a_model_is_sharded(shape, exact_alone):
-    for found in Backend("cpu", math.prod(shape)).run(exact_outcomes, shape):
+    """None is a whole model; computing in another dtype is FSDP2's own."""
+    for found in Backend("cpu", math.prod(shape or ())).run(exact_outcomes, shape):
         assert_same_bits(found, exact_alone)
 
 
@@ -234,9 +231,15 @@ def misuses(rank: int) -> bool:
 
     def wrapped(parameters: Any, sampler: Any = None, **options: Any) -> Any:
         sampler = sampler or begun(0).sampler
-        options = {"ref_batchsize": 4, **options}
         inner = torch.optim.SGD(parameters, 1)
-        return vbs.ElasticOptimizer(inner, sampler, "constant", **options)
+        return vbs.ConstantOptimizer(inner, sampler, **options)
+
+    def linear(*dtypes: torch.dtype | None) -> nn.Module:
+        policy = MixedPrecisionPolicy(*dtypes)  # computes in, and adds up in
+        return fully_shard(nn.Linear(6, 3), mesh=mesh, mp_policy=policy)
+
+    def backward(model: nn.Module, scale: float = 1.0) -> None:
+        model(scale * torch.ones(4, 6)).sum().backward()
 
     for substep, is_kept in ((0, False), (1, False), (1, True)):
         training = begun(substep)
@@ -284,43 +287,33 @@ def misuses(rank: int) -> bool:
         wrapped([column], plain.sampler)
     # A step that is abandoned leaves nothing, also if it is added up in another dtype.
     torch.manual_seed(0)
-    model = nn.Linear(6, 3)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model = linear(torch.bfloat16, torch.float32)
     optimizer, ends = wrapped(model.parameters()), []
-    state = optimizer.state_dict()
-    before = whole(model.parameters())
+    state, before = optimizer.state_dict(), whole(model.parameters())
     for scales in ((1, 1), (100,), (1, 1)):
         optimizer.load_state_dict(state)
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), before):
                 parameter.copy_(distribute_tensor(value, mesh, [Shard(0)]))
         for scale, _ in zip(scales, optimizer.sampler):
-            model(scale * torch.ones(4, 6)).sum().backward()
+            backward(model, scale)
             optimizer.step()
         ends.append(whole(model.parameters()))
     assert all(map(torch.equal, ends[0], ends[2]))
     # What exact sums of shards refuse.
-    for reduce_dtype, computes_in, num_passes, message in (
-        (None, None, 1, "FSDP2 sums gradients in torch.float32, which rounds"),
-        (torch.float64, torch.float16, 1, "is float16, which cannot hold"),
-        (torch.float64, None, 2, "was accumulated twice in a minibatch"),
+    for dtypes, num_parameters, num_passes, message in (
+        ((None, None), 2, 1, "FSDP2 sums gradients in torch.float32, which rounds"),
+        ((torch.float16, torch.float64), 2, 1, "is float16, which cannot hold"),
+        ((None, torch.float64), 2, 2, "was accumulated twice in a minibatch"),
+        ((None, torch.float64), 1, 1, "give all of them to one optimizer"),
     ):
-        model = nn.Linear(6, 3)
-        policy = MixedPrecisionPolicy(computes_in, reduce_dtype)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-        optimizer = wrapped(model.parameters(), exact=model)
+        model = linear(*dtypes)
+        optimizer = wrapped([*model.parameters()][:num_parameters], exact=model)
         next(iter(optimizer.sampler))
-        for _ in range(num_passes - 1):
-            model(torch.ones(4, 6)).sum().backward()
         with refused(message):
-            model(torch.ones(4, 6)).sum().backward()
-    fully_shard(model := nn.Linear(6, 3), mesh=mesh, mp_policy=policy)
-    optimizer = wrapped([model.weight], exact=model)
-    next(iter(optimizer.sampler))
-    with refused("give all of them to one optimizer"):
-        model(torch.ones(4, 6)).sum().backward()
-        optimizer.step()
+            for _ in range(num_passes):
+                backward(model)
+            optimizer.step()
     # Copies of shards become equal at construction.
     torch.manual_seed(rank)
     model = nn.Linear(4, 4)

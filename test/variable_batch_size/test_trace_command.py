@@ -131,7 +131,6 @@ def test_the_module_is_the_command(words, told, folder, monkeypatch, capsys):
      "--price=3.0 needs a step time, got none"),
     ("simulate thresholds.csv --dataset-size 1K --epochs 1",
      "one for each of the 3 rows of thresholds.csv, got array([2., 4.])"),
-    ("simulate 64 --dataset-size 1K --rule cubic", "rule must be one of"),
     ("plot trace.csv --out a.xyz", "Format 'xyz' is not supported"),
     ("plot trace.csv --x hours", "--x='hours': trace.csv does not say the hours"),
     ("plot trace.csv --x days", "x must be one of 'updates', 'samples', 'hours'"),

@@ -173,13 +173,13 @@ class Training:
         self.repeated += [step] if is_dropped else []
         return made
 
-    def train(self, loader: Iterable[Any] | None = None) -> Iterator[None]:
+    def train(self) -> Iterator[None]:
         """Trains from where it is; yields after every call that made updates."""
         for epoch in range(self.sampler.epoch, self.run.num_epochs):
             with xla_replica.count(self.replica) as count:
                 self.sampler.set_epoch(epoch)
                 self.optimizer.set_epoch(epoch)
-                for rows in loader or self.sampler:
+                for rows in self.sampler:
                     if self.minibatch(rows):
                         yield
                 self.replica.sync()
@@ -189,8 +189,8 @@ class Training:
         parts = {"model": self.model, "optimizer": self.optimizer}
         return self.replica.to_host({n: p.state_dict() for n, p in parts.items()})
 
-    def finish(self, loader: Iterable[Any] | None = None) -> Training:
-        for _ in self.train(loader):
+    def finish(self) -> Training:
+        for _ in self.train():
             pass
         return self
 

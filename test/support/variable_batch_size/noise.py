@@ -32,5 +32,6 @@ def make(trace=(4,), parameters=None, inner=SGD, cls=vbs.AdaScaleOptimizer, **op
 
 def step(optimizer, parameter, rows) -> None:
     for row, _ in zip(rows, optimizer.minibatches):
-        (parameter * torch.as_tensor(row, dtype=parameter.dtype)).sum().backward()
+        row = torch.as_tensor(row, dtype=parameter.dtype)
+        (parameter * row).sum().real.backward()
         optimizer.step()

@@ -12,6 +12,7 @@ from support.variable_batch_size.checkpointed import CASE, Order, Part, Training
 from support.variable_batch_size.elastic import Case
 from support.variable_batch_size.wrapping import sampler_of
 from torch import nn
+from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 import variable_batch_size as vbs
@@ -149,46 +150,46 @@ def test_another_run_s_folder_or_none_is_told_at_once(folder, error, message, tm
     assert files.saved_files(tmp_path / "run") == found
 
 
-def wrapped(first=(), second=(), kind=torch.optim.SGD, is_frozen=False, **options):
+def wrapped(first=(), second=(), kind=SGD, is_frozen=False, pads=False, **options):
     each = [nn.Parameter(torch.ones(1)) for _ in range(2)]
     each[1].requires_grad_(not is_frozen)
     groups = [{"params": p, **dict(own)} for p, own in zip(each, (first, second))]
     inner = kind(groups, lr=np.float64(0.1))  # computed; files hold numbers of Python
-    sampler = sampler_of(8, 32, minibatch_size=4)
-    options = {"ref_batchsize": 16} | options
-    return vbs.ElasticOptimizer(inner, sampler, "root", **options)
+    sampler = sampler_of(8, 32, minibatch_size=4, pad_minibatches=pads)
+    options = {"rule": "root", "ref_batchsize": 16} | options
+    return vbs.ElasticOptimizer(inner, sampler, **options)
+
+
+SUMS = {"reduction": "sum"}
 
 
 # What may not change from one part of a run to the next, and what the error says.
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"first": {"lr": 0.3}}, "lr was 0.1 and is 0.3"),
-    ({"first": {"lr": np.float32(0.5)}}, "lr was 0.1 and is 0.5"),
-    ({"second": {"lr": 0.3}}, "lr of parameter group 1 was 0.1 and is 0.3"),
-    ({"first": {"weight_decay": 0.1}}, "weight_decay was 0 and is 0.1"),
-    ({"kind": torch.optim.AdamW}, "optimizer was 'SGD' and is 'AdamW"),
-    ({"ref_batchsize": 8}, "ref_batchsize was 16 and is 8"),
-    ({"max_grad_norm": 1.0}, "max_grad_norm was None and is 1.0"),
-    ({"reduction": "sum"}, "reduction was 'mean' and is 'sum'"),
-    ({"is_frozen": True}, r"frozen parameters was \[\] and is \[1\]"),
+@pytest.mark.parametrize(("before", "now", "message"), [
+    ({}, {"first": {"lr": 0.3}}, "lr was 0.1 and is 0.3"),
+    ({}, {"first": {"lr": np.float32(0.5)}}, "lr was 0.1 and is 0.5"),
+    ({}, {"second": {"lr": 0.3}}, "lr of parameter group 1 was 0.1 and is 0.3"),
+    ({}, {"first": {"weight_decay": 0.1}}, "weight_decay was 0 and is 0.1"),
+    ({}, {"kind": torch.optim.AdamW}, "optimizer was 'SGD' and is 'AdamW"),
+    ({}, {"rule": "linear"}, "rule was 'root' and is 'linear'"),
+    ({}, {"ref_batchsize": 8}, "ref_batchsize was 16 and is 8"),
+    ({}, {"max_grad_norm": 1.0}, "max_grad_norm was None and is 1.0"),
+    ({}, SUMS, "reduction was 'mean' and is 'sum'"),
+    (SUMS, {"pads": True} | SUMS, "pad_minibatches was False and is True"),
+    ({}, {"is_frozen": True}, r"frozen parameters was \[\] and is \[1\]"),
+    ({"is_frozen": True}, {}, r"frozen parameters was \[1\] and is \[\]"),
 ])  # fmt: skip
-def test_other_settings_are_refused_on_resuming(changes, message):
+def test_other_settings_are_refused_on_resuming(before, now, message):
     """torch takes the saved hyperparameters silently in place of the script's."""
-    saved = copy.deepcopy(wrapped().state_dict())
+    saved = copy.deepcopy(wrapped(**before).state_dict())
     with pytest.raises(ValueError, match=message):
-        wrapped(**changes).load_state_dict(saved)
-    wrapped().load_state_dict(saved)
-    wrapped({"fused": True}, {"foreach": True}).load_state_dict(saved)
-    if "kind" not in changes:
-        allowed = wrapped(**changes)
+        wrapped(**now).load_state_dict(saved)
+    wrapped(**before).load_state_dict(saved)
+    wrapped({"fused": True}, {"foreach": True}, **before).load_state_dict(saved)
+    if "kind" not in now:
+        allowed = wrapped(**now)
         allowed.load_state_dict(saved, allow_changes=True)
         assert allowed.get_lr() == (0.1, 0.1)
-        wrapped(**changes).load_state_dict(saved, place=False)
-
-
-def test_parameters_that_were_frozen_are_refused_on_resuming():
-    saved = wrapped(is_frozen=True).state_dict()
-    with pytest.raises(ValueError, match=r"frozen parameters was \[1\] and is \[\]"):
-        wrapped().load_state_dict(saved)
+        wrapped(**now).load_state_dict(saved, place=False)
 
 
 def test_an_earlier_format_is_refused_by_name():

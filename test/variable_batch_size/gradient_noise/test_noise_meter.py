@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import variable_batch_size as vbs
 
-
 # Also where every sample is two tokens, of which the reference is two.
 REFERENCES = {"ref_batchsize": 1}, {"ref_weight": 2, "reduction": "sum"}
 STEPS = [*itertools.product((1, 2), CLOSED_FORMS.values())]
@@ -223,10 +222,7 @@ def test_what_is_seen_is_the_gradient_of_the_minibatch(how):
 )
 def test_complex_parameters(dtype, precision):
     parameter = nn.Parameter(torch.zeros(1, dtype=dtype))
-    _, optimizer = make(trace=(2,), parameters=[parameter])
-    for scale, _ in zip((1.1j, 3.3j), optimizer.minibatches):
-        (parameter * scale).sum().real.backward()
-        optimizer.step()
+    _, optimizer = trained([[1.1j], [3.3j]], parameters=[parameter])
     expected = pytest.approx((2.0 * 1.1**2, 3.0 * 1.1**2), rel=precision)
     assert optimizer.noise.measure()[-2:] == expected
 

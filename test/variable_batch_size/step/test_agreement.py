@@ -182,33 +182,24 @@ def test_replicas_of_a_member_leave_together(monkeypatch, members, leaves):
     assert asked == ["another replica of this member is to stop"]
 
 
-# By setting: what all replicas have, and what the last one has in its place.
+# By setting: what all replicas have, what the last one has in its place, and what the
+# message says where it does not show both.
 SETTINGS = {
-    "trace": ([8, 16, 8], [8, 8, 16]),
+    "trace": ([8, 16, 8], [8, 8, 16], "'trace': '3 steps, sha256 "),
     "seed": (1, 2),
     "minibatch_size": (4, 2),
-    "dataset_size": (64, 60),
+    "dataset_size": (64, 60, "{'num_samples': 64}, replica 2 has {'num_samples': 60}"),
     "on_end": ("stop", "cycle"),
-    "order": (None, range(64)),
+    "order": (None, range(64), "'order': 'given'"),
     "rule": ("linear", "root"),
     "ref_batchsize": (8, 16),
     "max_grad_norm": (None, 1.0),
     "reduction": ("mean", "sum"),
-    "noise": (False, True),
+    "noise": (False, True, "{'noise': None}, replica 2 has {'noise': NoiseOptions("),
     "momentum_correction": (False, True),
     "lr": (0.1, 0.2),
-    "width": (3, 4),
-    "frozen": (False, True),
-}
-# What the message says where it does not show both values.
-SAID = {
-    "trace": "'trace': '3 steps, sha256 ",
-    "dataset_size": "{'num_samples': 64}, replica 2 has {'num_samples': 60}",
-    "order": "'order': 'given'",
-    "noise": "{'noise': None}, replica 2 has {'noise': NoiseOptions(",
-    "lr": "{'lr': 0.1}, replica 2 has {'lr': 0.2}",
-    "width": "{'parameters': '2 tensors of 4 numbers, ",
-    "frozen": "'parameters': '2 tensors of 4 numbers, sha256 ",
+    "width": (3, 4, "{'parameters': '2 tensors of 4 numbers, "),
+    "frozen": (False, True, "'parameters': '2 tensors of 4 numbers, sha256 "),
 }
 
 
@@ -224,13 +215,13 @@ def construct(**given: Any) -> None:
 def disagreements(rank: int) -> None:
     """Asserts what a replica is told where the last one differs."""
     last = xla_replica.current().num_replicas - 1
-    same = {name: value for name, (value, _) in SETTINGS.items()}
-    for name, (value, other) in SETTINGS.items():
+    same = {name: value for name, (value, *_) in SETTINGS.items()}
+    for name, (value, other, *said) in SETTINGS.items():
         with pytest.raises(xla_replica.ReplicaError) as caught:
             construct(**same | ({name: other} if rank == last else {}))
-        said = f"{{{name!r}: {value!r}}}, replica 2 has {{{name!r}: {other!r}}}"
+        both = f"{{{name!r}: {value!r}}}, replica 2 has {{{name!r}: {other!r}}}"
         for words in (
-            SAID.get(name, said).replace("a 2", f"a {last}"),
+            (*said, both)[0].replace("a 2", f"a {last}"),
             f", and 1 of {last + 1} differ",
             "build sampler, model and optimizer alike",
         ):

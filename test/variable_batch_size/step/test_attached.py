@@ -7,8 +7,8 @@ from copy import deepcopy
 
 import numpy as np
 import pytest
-import torch
 from support.variable_batch_size import wrapping
+from support.variable_batch_size.elastic import Case, Training
 from support.xla_replica.replicas import BACKENDS
 from torch import nn
 from torch.optim import AdamW, lr_scheduler
@@ -18,32 +18,21 @@ import variable_batch_size as vbs
 from xla_replica import ReplicaError
 
 # In samples; minibatches of 2, so 8 replicas take 4 substeps and idle, by turns.
-TRACE = (2, 64, 8, 22, 2, 30)
-NUM_SAMPLES = 100  # two epochs of the trace: 96 and, again, 96 + ...
+CASE = Case(
+    (2, 64, 8, 22, 2, 30), 4, "sgd", "constant", 1.0, num_samples=100, minibatch_size=2
+)  # two epochs of the trace: 96 and, again, 96 + ...
 EVERY = {"updates": 2, "samples": 25, "epochs": 1}
 
 
-def train(unit: str, every: float):
-    """Returns updates at the rate 0.5 ** ticks, and the last rate."""
-    weight, sampler, optimizer = wrapping.one_weight(
-        TRACE, size=NUM_SAMPLES, minibatch_size=2, lr=1.0, sampler={"on_end": "cycle"},
-        ref_batchsize=8,
-    )  # fmt: skip
-    optimizer.attach(lr_scheduler.ExponentialLR(optimizer, 0.5), unit, every)
-    updates = []
-    optimizer.attach(updates.append)
-    for epoch in range(4):
-        sampler.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
-        batches = [torch.tensor([1.0, m[0] % 5, m[0] % 3]) for m in sampler]
-        for row in optimizer.replica.loader(batches):
-            (weight * row).sum().backward()
-            optimizer.step()
-    return updates, optimizer.get_lr()[0]
-
-
 def train_all(rank: int) -> list[tuple]:
-    return [train(unit, every) for unit, every in EVERY.items()]
+    """Returns updates at the rate 0.5 ** ticks, and the last rate, for each unit."""
+    found = []
+    for unit, every in EVERY.items():
+        optimizer = (training := Training(CASE)).optimizer
+        optimizer.attach(lr_scheduler.ExponentialLR(optimizer, 0.5), unit, every)
+        training.train()
+        found.append((training.updates, optimizer.get_lr()[0]))
+    return found
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -11,7 +11,6 @@ import torch
 from support.variable_batch_size import exact
 from support.xla_replica.replicas import GPUS, Backend, backends, of_torch_alone, on_xla
 from torch import nn
-from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
 import xla_replica
@@ -102,20 +101,6 @@ def test_running_statistics_move_once_a_step():
     torch.testing.assert_close(norm.running_mean, 0.1 * means[0])
     torch.testing.assert_close(norm.running_var, 0.9 + 0.1 * means[1])
     assert norm.num_batches_tracked == 1
-
-
-def with_workers(rank: int) -> str:
-    training = exact.Training("small")
-    loader = DataLoader(
-        range(len(training.inputs)), batch_sampler=training.sampler, num_workers=2,
-        collate_fn=list,
-    )  # fmt: skip
-    return training.finish(training.replica.loader(loader)).outcome().digest
-
-
-@of_torch_alone
-def test_loaders_may_read_ahead(alone):
-    assert ALONE.run(with_workers) == [alone["small"].digest]
 
 
 def test_means_are_right_whatever_numbers_do():
@@ -387,21 +372,19 @@ def train(rank: int, kinds: list[str], **options: Any) -> list[exact.Outcome]:
     return [run.finish().outcome(run.results()) for run in made]
 
 
-@of_torch_alone
-@pytest.mark.parametrize("kind", [*ORDERS, *MASKS])
-def test_orders_masks_and_weights_have_the_same_bits(kind):
-    runs = [Backend("cpu", n).run(train, [kind]) for n in (1, 2, 3)]
-    exact.assert_same_bits(*([found for [found] in run] for run in runs))
+XLA, SLOW_XLA = (each.marks for each in backends("xla", 2, slow=(2,)))
 
 
-@on_xla
-@pytest.mark.parametrize(
-    "kinds", [["group"], pytest.param([*[*ORDERS][1:], *MASKS], marks=pytest.mark.slow)]
-)
-def test_orders_masks_and_weights_have_the_same_bits_on_xla(kinds):
-    runs = [zip(*Backend("xla", n).run(train, kinds)) for n in (1, 2)]
-    for alone, together in zip(*runs, strict=True):
-        exact.assert_same_bits(alone, together)
+@pytest.mark.parametrize(("device", "numbers", "kinds"), [
+    *(pytest.param("cpu", (1, 2, 3), [kind], marks=of_torch_alone)
+      for kind in (*ORDERS, *MASKS)),
+    pytest.param("xla", (1, 2), ["group"], marks=XLA),
+    pytest.param("xla", (1, 2), [*[*ORDERS][1:], *MASKS], marks=SLOW_XLA),
+])  # fmt: skip
+def test_orders_masks_and_weights_have_the_same_bits(device, numbers, kinds):
+    runs = [zip(*Backend(device, n).run(train, kinds)) for n in numbers]
+    for outcomes in zip(*runs, strict=True):
+        exact.assert_same_bits(*outcomes)
 
 
 def test_steps_that_are_run_again_need_rows_that_wait():

@@ -9,6 +9,7 @@ import torch
 from support.kernels import Kernels
 from support.rigl_xla.resnet import RESNET50_WEIGHTS
 from support.variable_batch_size import wrapping
+from support.variable_batch_size.elastic import Case, Training
 from support.variable_batch_size.wrapping import CPU, backward, make, run_epoch
 from support.xla_replica.replicas import row
 from torch import nn
@@ -188,21 +189,15 @@ def test_an_update_of_resnet_50_takes_few_kernels(rule):
 
 def error_of_16_bits(rank: int, float32_sums: bool) -> float:
     """Returns the relative error of an update of 384 minibatches of one sample."""
-    replica = xla_replica.current()
     x = torch.rand(384, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    model = nn.Linear(64, 1, bias=False).to(replica.device, torch.bfloat16)
+    model = nn.Linear(64, 1, bias=False).bfloat16()
     nn.init.zeros_(model.weight)
-    sampler = vbs.CustomSampler(x, [384, 384], minibatch_size=1)
-    sgd = SGD(model.parameters(), 1.0)
-    wrapper = vbs.ConstantOptimizer(sgd, sampler, float32_sums=float32_sums)
-    before = 0.0
-    for step in range(2):  # the second one finds buckets in their order
-        sampler.set_epoch(step)
-        wrapper.set_epoch(step)
-        for [sample] in sampler:
-            model(replica.send(x[sample])).sum().backward()
-            wrapper.step()
-        [weight] = replica.fetch([model.weight])
+    case = Case((384,), 2, "sgd", "constant", 1.0, num_samples=384, minibatch_size=1)
+    options = {"made": (model, x, x), "float32_sums": float32_sums}
+    training, before = Training(case, lambda m, x, y: m(x).sum(), **options), 0.0
+    for epoch in range(2):  # the second one finds buckets in their order
+        training.epoch(epoch)
+        [weight] = training.weights()
         change, before = weight.double() - before, weight.double()
     expected = -x.double().mean(0)
     return float((change - expected).norm() / expected.norm())

@@ -155,13 +155,15 @@ def test_bad_sources_in_memory(source, error, message):
 
 def test_errors_of_the_schedule_name_the_physical_line_or_the_element(tmp_path):
     path = write(tmp_path, "step,batchsize\n\n0,64\n\n1,40\n2,512\n")
-    with pytest.raises(TraceError, match=r"trace.csv, line 5: batch size 40 is not a"):
-        Schedule(Trace(path), 256, 32)
-    with pytest.raises(TraceError, match=r"line 6: batch size 512 exceeds epoch cap"):
-        Schedule(Trace(path), 256, 8)
     table = pd.DataFrame({"samples": [0, 100, 300], "batchsize": [32, 40, 64]})
-    with pytest.raises(TraceError, match="DataFrame, element 1: batch size 40 is not"):
-        Schedule(Trace(table), 256, 32)
+    uneven = "batch size 40 is not a multiple of minibatch_size=32: .*pad_minibatch"
+    for source, minibatch_size, message in (
+        (path, 32, f"trace.csv, line 5: {uneven}"),
+        (path, 8, "line 6: batch size 512 exceeds epoch capacity: 256 samples hold 32"),
+        (table, 32, f"DataFrame, element 1: {uneven}"),
+    ):
+        with pytest.raises(TraceError, match=message):
+            Schedule(Trace(source), 256, minibatch_size)
 
 
 def test_thresholds_and_their_steps_are_the_same_run():
