@@ -85,10 +85,8 @@ def test_deferred_operations_compile_as_little(backend):
 
 def graphs_of_first_epoch(rank: int, num_batch_sizes: int) -> int:
     trace = [4 * (1 + n % num_batch_sizes) for n in range(32)]
-    made = nn.Linear(6, 3), torch.ones(2048, 6), torch.zeros(2048, dtype=torch.int64)
-    case, stops = elastic.Case(trace), {"on_end": "stop"}
-    training = elastic.Training(case, cross_entropy, stops, made)
-    return training.counted_epoch(0)[0]
+    case = elastic.Case(trace, num_samples=2048)
+    return elastic.Training(case, sampler={"on_end": "stop"}).counted_epoch(0)[0]
 
 
 @pytest.mark.parametrize("backend", replicas.XLA_BACKENDS)

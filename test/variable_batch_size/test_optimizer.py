@@ -26,7 +26,6 @@ import xla_replica
 from variable_batch_size.data.schedule import OnEnd, Schedule
 from variable_batch_size.integrations import steps
 from variable_batch_size.step.run import ElasticOptions, Run
-from xla_replica import ReplicaError
 
 
 def test_what_can_be_asked_and_is_logged(caplog):
@@ -131,26 +130,6 @@ def test_after_an_exception_in_the_update_training_can_go_on():
             group["weight_decay"] = 0.0
     assert returned == [0, "lost", *EPOCH[2:]]
     assert torch.equal(model.weight.data, torch.full((1, 2), -0.3 * 2))
-
-
-def test_an_exception_before_an_idle_step_ends_training():
-    """The step was not joined, so training cannot continue: an error, not a hang."""
-    model, _, wrapper = idle_replica()
-
-    def fail(update):
-        if not update.idle:
-            raise ArithmeticError("in a callback")
-
-    wrapper.attach(fail)
-    wrapper.set_epoch(0)
-    next(wrapper.minibatches)
-    backward(model)
-    with pytest.raises(ArithmeticError):
-        wrapper.step()
-    next(wrapper.minibatches)
-    backward(model)
-    with pytest.raises(ReplicaError, match="replica 1 is idle in step 2 and"):
-        wrapper.step()
 
 
 @pytest.mark.parametrize("value", [float("nan"), "0.1", torch.tensor(0.1), None])

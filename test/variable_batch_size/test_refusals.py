@@ -186,6 +186,8 @@ OF_VALUES = [
     (lambda: blocks([1.5]), "block_sizes must be .*got float64"),
     (lambda: blocks([[1]]), r"block_sizes must be .*got int64 of shape \(1, 1\)"),
     (lambda: vbs.BlockShuffle([3, -1]), "must be >= 0"),
+    *((lambda order=order: list(dealt(order=order)), "be a permutation of range.256")
+      for order in (range(255), [0] * 256, range(1, 257), np.arange(256.0), [])),
     (lambda: dealt(rank=1), "rank must be an integer >= 0 and <= 0, got 1"),
     (lambda: dealt(seed=2**70), "seed must be an integer >= .* got 11805916207"),
     (lambda: planned([32], 256, 32, "loop"), "on_end must be one of 'stop', .* 'loop'"),

@@ -5,10 +5,8 @@ from torch import nn
 from torch.optim import SGD
 
 import variable_batch_size as vbs
-from support.variable_batch_size.wrapping import minibatches
-from xla_replica import LocalReplica
+from support.variable_batch_size.wrapping import CPU, minibatches, sampler_of
 
-CPU = LocalReplica("cpu")
 # Minibatch gradients (n, d); tr Sigma, |G|^2 and the gain of n minibatches over one.
 CLOSED_FORMS = {
     "orthonormal": (torch.eye(4).tolist(), 1.0, 0.0, 4.0),
@@ -20,10 +18,7 @@ CLOSED_FORMS = {
 def make(trace=(4,), parameters=None, inner=SGD, cls=vbs.AdaScaleOptimizer, **options):
     """Returns parameters and an optimizer with minibatches of one sample, ref 1."""
     parameters = parameters or [nn.Parameter(torch.zeros(3))]
-    sampler = vbs.CustomSampler(
-        range(64), trace, num_replicas=1, rank=0, minibatch_size=1, verbose=False,
-        on_end="cycle",
-    )  # fmt: skip
+    sampler = sampler_of(trace, 64, minibatch_size=1, on_end="cycle")
     options = {"ref_batchsize": 1, "replica": CPU} | options
     optimizer = cls(inner(parameters, 0.01), sampler, **options)
     optimizer.minibatches = minibatches(sampler)

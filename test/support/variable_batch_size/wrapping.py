@@ -57,7 +57,7 @@ def minibatches(sampler, optimizer=None) -> Iterator[list[int]]:
 
 def make(
     trace=(64, 96, 96), inner=SGD, cls=vbs.LinearRuleOptimizer, rank=0, replicas=1,
-    lr=0.1, replica=None, **options,
+    lr=0.1, replica=None, pads=False, exact=False, **options,
 ):  # fmt: skip
     """Returns model, sampler and wrapper: 256 samples in minibatches of 32.
 
@@ -68,8 +68,10 @@ def make(
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
     place = {"rank": replica.rank, "num_replicas": replica.num_replicas}
-    sampler = sampler_of(trace, dataset=range(256), dataset_size=None, **place)
+    place |= {"dataset": range(256), "dataset_size": None}
+    sampler = sampler_of(trace, pad_minibatches=pads, **place)
     options = {"ref_batchsize": 32, "replica": replica} | options
+    options |= {"exact": model} if exact else {}
     wrapper = cls(inner(model.parameters(), lr), sampler, **options)
     wrapper.minibatches = minibatches(sampler)
     return model, sampler, wrapper

@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from support.variable_batch_size.checkpointed import full_disk
+from support.variable_batch_size.checkpointed import Hostile, full_disk
 
 import variable_batch_size as vbs
 from variable_batch_size.checkpoint import files
@@ -98,11 +98,6 @@ def test_every_damage_is_found_and_the_one_before_is_used(tmp_path, caplog):
     for _ in range(2):  # a second attempt must not begin anew
         with pytest.raises(vbs.CheckpointError, match="all 2 checkpoints"):
             files.newest_whole(tmp_path)
-
-
-class Hostile(str):
-    def __reduce__(self):
-        return os.system, (f"touch {self}",)
 
 
 @pytest.mark.parametrize("kind", ["update", "best", "single"])

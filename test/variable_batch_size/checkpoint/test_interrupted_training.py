@@ -31,7 +31,7 @@ ARGUMENTS = (
 PATIENCE = 240.0
 
 
-class Run:
+class Run(contextlib.AbstractContextManager):
     """Runs the script in other processes, all of which end with the ``with`` block."""
 
     def __init__(
@@ -47,9 +47,6 @@ class Run:
                 env={**environment(), "PYTHONPATH": str(ROOT), **more},
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-
-    def __enter__(self) -> Run:
-        return self
 
     def __exit__(self, *error) -> None:
         self.kill()
@@ -78,11 +75,6 @@ class Run:
             assert self.process.poll() is None, self.output
             assert time.monotonic() < deadline, self.output
             time.sleep(0.005)
-
-    def restored(self) -> int | None:
-        """Returns the update after which it has resumed; None if it loaded nothing."""
-        found = re.findall(r"resuming .*: (\d+) updates", self.output)
-        return int(found[-1]) if found else None
 
 
 def num_updates(folder: Path) -> int:
@@ -130,10 +122,10 @@ def test_killed_at_any_moment_it_ends_the_same(num_kills, undisturbed, tmp_path)
                 assert run.process.poll() is None, run.output
                 run.kill()
         # Nothing that was saved is lost, even if the run was killed as it started.
-        if (began := run.restored()) is None:
+        if began := re.findall(r"resuming .*: (\d+) updates", run.output):
+            assert int(began[-1]) == before
+        else:  # it loaded nothing
             assert before in (0, num_updates(folder))
-        else:
-            assert began == before
         assert "damaged" not in run.output
         for file in files.saved_files(folder):
             assert file.is_whole()

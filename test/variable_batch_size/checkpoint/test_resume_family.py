@@ -10,12 +10,8 @@ from support.xla_replica.replicas import TORCHTPU, TPU_LIKE, backends
 
 import xla_replica
 
-BACKENDS = [
-    *backends("cpu", 1, 3, slow=(2, 5, 8)),
-    *backends("xla", 2, slow=(1, 3, 8)),
-    *TORCHTPU,
-    TPU_LIKE,
-]
+BACKENDS = [*backends("cpu", 1, 3, slow=(2, 5, 8)), *backends("xla", 2, slow=(1, 3, 8))]
+BACKENDS += [*TORCHTPU, TPU_LIKE]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.variable_batch_size.checkpointed import Hostile
 from support.variable_batch_size.elastic import Case
 from support.variable_batch_size.sharded import TRACE, Run, Training, whole
 from support.xla_replica.replicas import Backend, of_torch_alone
@@ -122,17 +123,11 @@ def test_damaged_shards_make_the_checkpoint_before_count(stopped, tmp_path, capl
         files.newest_whole(folder)
 
 
-class Hostile:
-    def __reduce__(self):
-        return os.mkdir, ("hostile",)
-
-
-def test_nothing_of_the_shards_is_run(stopped, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_nothing_of_the_shards_is_run(stopped, tmp_path):
     folder = shutil.copytree(stopped, tmp_path / "copy")
     state = files.load(files.saved_files(folder)[0].path)
     metadata = folder / state["shards"] / ".metadata"
-    metadata.write_bytes(pickle.dumps(Hostile()))
+    metadata.write_bytes(pickle.dumps(Hostile(tmp_path / "hostile")))
     with pytest.raises(OSError, match=r"distributed\.checkpoint"):
         shards.fill(folder, state, xla_replica.LocalReplica("cpu"), [])
     assert not (tmp_path / "hostile").exists()

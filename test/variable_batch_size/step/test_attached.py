@@ -109,16 +109,6 @@ def test_a_saved_state_knows_how_far_its_schedulers_are(unit):
     assert other.get_lr() == optimizer.get_lr()
 
 
-def test_states_know_their_schedulers():
-    weight, optimizer = make()
-    optimizer.attach(StepLR(optimizer, 1), "samples", 8)
-    run(weight, optimizer, 3)
-    _, other = make()
-    other.attach(StepLR(other, 1), "epochs")
-    with pytest.raises(ValueError, match=r"is 'epochs'; its every was 8 and is 1"):
-        other.load_state_dict(optimizer.state_dict())
-
-
 @pytest.mark.parametrize("on_inner", [False, True])
 def test_a_scheduler_sees_the_reference_learning_rate(on_inner):
     model, sampler, wrapper = wrapping.make()

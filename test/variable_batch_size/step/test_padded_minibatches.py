@@ -102,13 +102,3 @@ def test_sharded_models_are_padded_by_samples_and_by_minibatches():
     for rank, (num_padding, received) in enumerate(sharded):
         assert (num_padding > 0) == (rank > 0)
         torch.testing.assert_close(received, weights, rtol=1e-12, atol=1e-12)
-
-
-def test_a_forgotten_mask_is_an_error():
-    training = Training(LINEAR)
-    rows = next(iter(training.sampler))
-    assert rows[3] in rows[:3]  # three real samples
-    x, y = training.inputs[rows], training.targets[rows]
-    losses_of(training.model, x, y).sum().backward()
-    with pytest.raises(ValueError, match="1 of 4 samples of this minibatch are"):
-        training.optimizer.step()

@@ -1,6 +1,7 @@
 """Steps and epochs: idle ones, lockstep, and what a loop must not do."""
 
 import copy
+import pickle
 from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -94,6 +95,11 @@ def passes(t: Loop, scale: float = 1.0) -> None:
     backward(t.model, scale)
 
 
+def failure(t: Loop) -> None:
+    with pytest.raises(ZeroDivisionError):
+        ACTIONS["minibatch"](t)
+
+
 def half_a_pass(t: Loop) -> None:
     hook = t.model.weight.register_hook(lambda gradient: 1 / 0)
     with suppress(ZeroDivisionError):
@@ -117,10 +123,14 @@ ACTIONS = {
     "take": lambda t: next(t.wrapper.minibatches),
     "pass": passes,
     "pass of zero": lambda t: passes(t, 0.0),
+    "pass of thousands": lambda t: passes(t, 1e3),
     "pass of NaN": lambda t: passes(t, torch.nan),
     "pass of data from elsewhere": lambda t: backward(t.model),
+    "pass of a copy": lambda t: backward(copy.deepcopy(t.model)),
+    "pass of a saved copy": lambda t: backward(pickle.loads(pickle.dumps(t.model))),
     "step": lambda t: t.wrapper.step(),
     "minibatch": lambda t: (passes(t), t.wrapper.step()),
+    "failure": failure,
     "epoch": lambda t: run_epoch(t.model, t.sampler, t.wrapper),
     "zero": lambda t: t.model.zero_grad(),
     "zero in place": lambda t: t.model.zero_grad(set_to_none=False),
@@ -145,14 +155,18 @@ ACTIONS = {
     "step the inner one": lambda t: t.wrapper.inner.step(),
     "begin": lambda t: t.wrapper.set_epoch(0),
     "begin another": lambda t: t.wrapper.set_epoch(1),
+    "move the sampler": lambda t: t.sampler.set_epoch(1),
     "set the rate": lambda t: t.wrapper.set_lr((0.5,)),
     "join": lambda t: t.wrapper.join_step(),
     "attach": lambda t: t.wrapper.attach(print),
     "attach another": lambda t: t.wrapper.attach(repr),
+    "attach a failure": lambda t: t.wrapper.attach(lambda u: u.idle or 1 / 0),
     "share": share,
 }
 CHANGES = ("clip", "clamp", "scale", "replace", "scale data")
 ONE, TWO, THREE = {"trace": 32}, {"trace": 64}, {"trace": 96}
+PADDED = {"trace": 33, "pads": True, "reduction": "sum"}
+EXACT = {"trace": [128] * 3, "exact": True}  # of two epochs
 LOST = "1 minibatches would be lost: remove model.zero_grad"
 CHANGED = r"max_grad_norm=, .*register_step_pre_hook"
 NO_PASS = r"call loss.backward\(\) before every step"
@@ -171,6 +185,9 @@ ON_ANY_REPLICA = [
     (TWO | {"inner": counted_twice}, "minibatch, zero in place, pass, step", LOST),
     (TWO, "half a pass, pass of data from elsewhere, step", "backward.. has raised"),
     (TWO, "take, step", NO_PASS),
+    # Hooks do not travel with a model's copies.
+    (TWO, "take, pass of a copy, step", NO_PASS),
+    (TWO, "take, pass of a saved copy, step", NO_PASS),
     (TWO, "minibatch, take, step", NO_PASS),
     (TWO, "freeze, zero, minibatch, unfreeze, pass, step", "changed within a step"),
     (TWO | {"noise": True}, "pass, pass of data from elsewhere", "two gradients"),
@@ -184,6 +201,12 @@ ON_ANY_REPLICA = [
     (TWO | {"lockstep": True}, "pass, join", "in steps without a minibatch"),
     (ONE, "pass of data from elsewhere, step", r"batch_sampler=sampler\), or iterate"),
     (ONE, "begin another, pass, step", "at step 0 of epoch 1 and the sampler at ep"),
+    # The mask of what fills up a minibatch was forgotten.
+    (PADDED, "minibatch, pass, step", "31 of 32 samples of this minibatch are"),
+    # Who reads ahead by itself, or an epoch that the sampler alone begins: its first
+    # minibatch would be rounded as one of the epoch before.
+    (EXACT | TWO, "take, pass, step", r"replica.loader\(loader\)"),
+    (EXACT, "begin, epoch, move the sampler, pass, step", r"set_epoch\(epoch\) before"),
 ]
 BEGIN_FIRST = r"call optimizer.set_epoch\(0\), where"
 # Steps 0, 2, 3 and 5 have no minibatch for replica 1.
@@ -194,6 +217,8 @@ ON_SEVERAL = [
     (BESIDE_ONE, "pass, step", BEGIN_FIRST),
     (IDLE, "pass, step", BEGIN_FIRST),
     (IDLE, "share, begin", r"2 optimizers .* lockstep=True"),
+    # The idle step after it was not joined: an error, not a hang.
+    (IDLE, "attach a failure, begin, failure, minibatch", "1 is idle in step 2 and"),
     # Replica 1 has done step 0 with another rate.
     (BESIDE_ONE, "begin, set the rate, pass, step", "before optimizer.set_epoch"),
     # Or without what is attached.
@@ -201,6 +226,7 @@ ON_SEVERAL = [
     (FULL, "begin, minibatch, begin another", "abandoned after 0 of 2 steps: to train"),
     (FULL, "begin, epoch, begin", "epoch 0 has been trained; another pass needs"),
     (IDLE | {"lockstep": True}, "begin, pass, step", r"call join_step\(\)"),
+    (EXACT | ONE, "minibatch, pass of thousands, step", "different gradients when rer"),
 ]
 OF_THE_INNER_ONE = [
     ({}, "pass, step the inner one", "of a wrapped SGD was called"),
