@@ -245,14 +245,10 @@ def test_a_scheduler_that_is_only_saved_is_told(how, tmp_path, caplog):
     assert caplog.text.count(told) == (how == "never")
 
 
-@pytest.mark.parametrize(
-    ("how", "left_out"),  # the loader itself may have read the first one ahead
-    [
-        *itertools.product(("epochs", "followed"), (0, 3, 7)),
-        ("loader", 3),
-        ("loader", 7),
-    ],
-)
+@pytest.mark.parametrize(("how", "left_out"), [
+    *itertools.product(("epochs", "followed"), (0, 3, 7)),
+    ("loader", 3), ("loader", 7),  # which may have read the first one ahead
+])  # fmt: skip
 def test_a_minibatch_without_a_step_is_an_error(how, left_out):
     model, _, optimizer, _, loader = parts([16])
     if how == "epochs":

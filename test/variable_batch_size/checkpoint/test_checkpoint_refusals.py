@@ -25,8 +25,6 @@ from variable_batch_size.step.scaling import hyperparameters
     ({"case": Case((4, 36, 8), 3, exact=True)}, "trace was '8 step"),
     ({"case": Case(CASE.trace, exact=True, minibatch_size=2)},
      "minibatch_size was 4 and is 2"),
-    ({"case": Case(CASE.trace, exact=True, num_samples=160)},
-     "num_samples was 128 and is 160"),
     ({"settings": {"width": 3}}, "width was None and is 3"),
     ({"parts": {"other": nn.Linear(1, 1)}},
      r"parts was \['model', 'scheduler'\] and is \['model', 'other'.* same parts"),

@@ -32,10 +32,8 @@ def whole(order: vbs.BlockShuffle, epoch: int) -> list[int]:
 
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(sum),
-    st.integers(1, 50),
-    st.integers(0, 3),
-    st.booleans(),
-)
+    st.integers(1, 50), st.integers(0, 3), st.booleans(),
+)  # fmt: skip
 def test_samples_come_once_in_a_window_of_whole_blocks(sizes, window, epoch, in_order):
     order = vbs.BlockShuffle(sizes, window, seed=1, in_order=in_order)
     samples = whole(order, epoch)

@@ -336,14 +336,14 @@ def train(rank: int, kinds: list[str], **options: Any) -> list[exact.Outcome]:
     return [run.finish().outcome(run.results()) for run in made]
 
 
-XLA, SLOW_XLA = (each.marks for each in backends("xla", 2, slow=(2,)))
+XLA, SLOW_XLA = (each.marks for each in backends("xla", 2, slow=(1,)))
 
 
 @pytest.mark.parametrize(("device", "numbers", "kinds"), [
-    *(pytest.param("cpu", (1, 2, 3), [kind], marks=of_torch_alone)
+    *(pytest.param("cpu", (1, 2, 3), [kind], marks=of_torch_alone, id=kind)
       for kind in (*ORDERS, *MASKS)),
-    pytest.param("xla", (1, 2), ["group"], marks=XLA),
-    pytest.param("xla", (1, 2), [*[*ORDERS][1:], *MASKS], marks=SLOW_XLA),
+    pytest.param("xla", (1, 2), ["group"], marks=XLA, id="xla"),
+    pytest.param("xla", (1, 2), [*[*ORDERS][1:], *MASKS], marks=SLOW_XLA, id="all"),
 ])  # fmt: skip
 def test_orders_masks_and_weights_have_the_same_bits(device, numbers, kinds):
     runs = [zip(*Backend(device, n).run(train, kinds)) for n in numbers]

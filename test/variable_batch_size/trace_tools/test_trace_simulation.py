@@ -135,11 +135,9 @@ POSITIVE = st.floats(1e-3, 10.0)
 
 
 @given(
-    POSITIVE,
-    POSITIVE,
-    st.lists(st.integers(1, 20), min_size=2, max_size=9),
+    POSITIVE, POSITIVE, st.lists(st.integers(1, 20), min_size=2, max_size=9),
     st.integers(1, 3),
-)
+)  # fmt: skip
 def test_exact_seconds_give_the_model_back(per_update, per_substep, substeps, updates):
     """Several steps may be timed together, as where a device is waited for then."""
     model = StepTime(per_update, per_substep)
