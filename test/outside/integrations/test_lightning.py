@@ -448,12 +448,16 @@ def test_a_checkpoint_of_another_strategy_is_refused(tmp_path, every):
         small_fit(Small(), [8] * 6, limit_train_batches=2)
 
 
+def run_example(rank: int, arguments: list[str]) -> pd.DataFrame:
+    return digits.train(rank, digits.parse(arguments))  # this file is imported first
+
+
 def test_the_example_goes_on_with_another_number_of_processes(tmp_path):
     common = ["--no-progress", "--save-every", "4", "--epochs", "3", "--logdir"]
     whole = digits.main([*common, str(tmp_path / "whole")])
     resumed = [*common, str(tmp_path / "resumed")]
     assert digits.main([*resumed, "--stop-after", "9"])["updates"].sum() == 9
-    table, _ = Backend("cpu", 2).run(digits.train, digits.parse(resumed))
+    table, _ = Backend("cpu", 2).run(run_example, resumed)
     columns = ["epoch", "updates", "smallest batch", "largest", "learning rate"]
     assert table[columns].equals(whole[columns])
     assert table["accuracy (%)"].iloc[-1] > 80
