@@ -391,7 +391,7 @@ def live_job(
     *arguments: str,
     min_members: int = 1,
     seconds: float = 3.0,
-    patience: float = 300.0,
+    patience: float = 60.0,
     **more: str,
 ) -> Iterator[LiveJob]:
     """Runs a lighthouse; gives a job without members.
