@@ -176,7 +176,10 @@ def test_per_sample_norms_of_an_adapter_are_those_of_a_loop(name):
 
 def test_an_adapter_trains_under_a_trace():
     dataset, expected = TensorDataset(tokens(NUM_SAMPLES)), adapted("lora")
-    loss_of = lambda model, ids: token_losses(model, ids).mean()  # noqa: E731
+
+    def loss_of(model, ids):
+        return token_losses(model, ids).mean()
+
     adam, model = torch.optim.AdamW(trained(expected), 0.01), adapted("lora")
     weights = plain_loop(expected, adam, loss_of, dataset)
     sampler, optimizer = elastic(torch.optim.AdamW(trained(model), 0.01), dataset)

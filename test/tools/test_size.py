@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 19_693
-TEST_LINES = 32_094
+TEST_LINES = 32_115
 
 
 def test_lines_are_counted():

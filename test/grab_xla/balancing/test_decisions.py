@@ -224,7 +224,8 @@ def test_that_of_an_epoch_is_around_its_own_mean_or_the_last_one(name, stale):
 @pytest.mark.parametrize(("given", "error", "message"), [
     ((torch.ones(3),), ValueError, r"shape \(n, d\).*got \(3,\) in"),
     ((torch.ones(0, 2),), ValueError, r"got \(0, 2\)"),
-    ((torch.ones(3, 2), [0.0, 1.0]), IndexError, "used as indices must be long"),
+    ((torch.ones(3, 2), [0.0, 1.0]), IndexError,
+     "tensors used as indices must be long"),
     ((torch.ones(3, 2), [[0, 1]]), ValueError, r"got \(3, 2\) in \(1, 2\)"),
     ((torch.ones(3, 2), []), ValueError, r"got \(3, 2\) in \(0,\)"),
     ((torch.ones(3, 2), [0, 3]), IndexError, "out of range|out of bounds"),

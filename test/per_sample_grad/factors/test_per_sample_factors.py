@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample_grad import HALF, captured, error, flat, fold, loop
+from support.per_sample_grad import HALF, Case, captured, error, flat, fold, loop
 from support.per_sample_grad.agreement import assert_same_grads, projected
 from support.per_sample_grad.models import BY_NAME, CASES
 from support.xla_replica.replicas import on_gpu
@@ -18,6 +18,9 @@ import per_sample_grad as psg
 from per_sample_grad.factors import forms
 from per_sample_grad.factors import projection as projections
 from per_sample_grad.factors.forms import Dense, Outer
+
+STACKED = Case("stacked", lambda: nn.Sequential(
+    nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)), (5, 6))  # fmt: skip
 
 
 @pytest.mark.parametrize("accumulate", ["mean", "sum"])
@@ -72,7 +75,7 @@ def test_float16_that_underflows_is_told_and_can_be_scaled(size):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, STACKED], ids=str)
 def test_every_layer_in_half_precision(case, dtype):
     model, inputs = case.make(dtype)
     truth = case.oracle(model, inputs)

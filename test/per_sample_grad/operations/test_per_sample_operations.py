@@ -95,6 +95,7 @@ CASES = [
     Case("rms-norm", lambda: after_linear(Norm()), (5, 3)),
     Case("rms-norm-first", lambda: nn.Sequential(Norm(), nn.Linear(3, 2)), (5, 3)),
     Case("rms-norm-plus-one", lambda: after_linear(Norm(offset=1.0)), (5, 3)),
+    Case("scaled-embedding", lambda: Scaled(6, 3), tokens(5, 4)),
     Case("scaled-padding", lambda: Scaled(6, 3, padding_idx=2), tokens(5, 4)),
     case_of("transposed", lambda m, x: torch.addmm(  # as GPT-2's layers
         m.a.bias, x.view(-1, 3), m.p).view(-1, 5, 4).tanh(), 3, 4, a=(3, 4)),
@@ -112,6 +113,7 @@ CASES = [
     case_of("standardised-by-batch-norm", lambda m, x: F.conv2d(x, F.batch_norm(
         m.a.weight.view(1, 4, -1), None, None, m.p * 0.3, None, True
     ).view_as(m.a.weight), m.a.bias), 4, of=(2, 5, 5), a=lambda: nn.Conv2d(2, 4, 3)),
+    case_of("layer-scale", lambda m, x: x + m.p * torch.tanh(m.a(x)), 3, a=(3, 3)),
     case_of("layer-scale-of-channels", lambda m, x: m.a(x) * m.p, 3, 1, 1,
             of=(2, 4, 4), a=lambda: nn.Conv2d(2, 3, 1)),
     case_of("class-token", lambda m, x: m.a(

@@ -90,6 +90,7 @@ JOBS = {
     "method": (lambda v: Weighted(v).loss, ".__self__.factor"),
     "module": (nn.LeakyReLU, ".negative_slope"),
     "tensor": (lambda v: nn.NLLLoss(torch.full((3,), v)), ".weight"),
+    "in-a-list": (lambda v: [closure(v)], "[0].factor"),
     "in-c": (lambda v: [torch.sin, torch.cos][int(v)], ".(arguments)[1]"),
     "hook": (hooked, ".0._forward_hooks[0].factor"),
     "class": (lambda v: class_with(lambdas(v), nn.Module)(), ".__class__.part"),

@@ -87,9 +87,10 @@ def add_a_group(loop: Loop, update: vbs.Update) -> None:
 def look_at_gradients(loop: Loop) -> None:
     """A gradient hook changes them; hooks after the accumulation look at them."""
     loop.parameters[3].register_hook(lambda gradient: 2 * gradient)
-    for parameter in loop.parameters[1::2]:
-        look = lambda parameter: loop.seen.append(parameter.grad.clone())  # noqa: E731
-        parameter.register_post_accumulate_grad_hook(look)
+    for index in (1, 3, 5):
+        loop.parameters[index].register_post_accumulate_grad_hook(
+            lambda parameter: loop.seen.append(parameter.grad.clone())
+        )
 
 
 def fail_in_the_third(loop: Loop, update: vbs.Update) -> None:

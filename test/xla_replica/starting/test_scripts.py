@@ -271,8 +271,11 @@ def logs_beside(rank: int) -> list[object]:
     for step in range(3):
         value = torch.tensor([10.0 * step + rank], device=torch_xla.device())
         total = xm.all_reduce("sum", value)
-        add = lambda x: seen.append((x.item(), xr.global_ordinal()))  # noqa: E731
-        xm.add_step_closure(add, args=(total,), run_async=True)
+        xm.add_step_closure(
+            lambda x: seen.append((x.item(), xr.global_ordinal())),
+            args=(total,),
+            run_async=True,
+        )
         torch_xla.sync()
     deadline = time.monotonic() + 20
     while len(seen) < 3 and time.monotonic() < deadline:
