@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 19_693
-TEST_LINES = 32_115
+CODE = 19_702
+TEST_LINES = 32_159
 
 
 def test_lines_are_counted():

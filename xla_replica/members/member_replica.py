@@ -36,7 +36,7 @@ from xla_replica.members.state_pieces import Pieces, as_bytes, deliver, deliveri
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05  # how often a sum that has not arrived looks who is lost
-_CONNECT_SECONDS = 5.0
+_CONNECT_SECONDS = 12.0  # torch asks for hosts' names: a name server has 5 s, twice
 _NOT_HEARD = "it is not heard of any more"
 _OF_DEVICES = (
     "sync", "wait", "fetch", "send", "rng_state", "set_rng_state", "check_parameters",

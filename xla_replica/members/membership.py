@@ -27,7 +27,6 @@ import torch
 
 from xla_replica.errors import ReplicaError, Stopped, Superseded
 from xla_replica.members.generation import Generation, Offer, next_generation, prove
-from xla_replica.members.host_group import store_at
 from xla_replica.stopping import stop_requested
 
 logger = logging.getLogger(__name__)
@@ -36,9 +35,9 @@ _BEATS_PER_TIMEOUT = 8
 _LOOK_SECONDS = 0.05
 _END_SECONDS = 5.0  # more than a heartbeat and a look at the page may take
 _LOOKS_ALONE = 5 * _BEATS_PER_TIMEOUT  # since others' heartbeats may be late
-# A key in a member's store: the others wait for it in vain, and it sends no heartbeat.
-_HANGS = "hangs"
-_STORE_SECONDS = 5.0
+# What members tell those of their generation by a heartbeat of such a name, which all
+# read on the lighthouse's page: who does not come sends no heartbeat; all are to meet.
+_HANGS, _MEETS = "hangs", "meets"
 _SEEN = re.compile(r"(member-[0-9a-f]{32}): seen ([0-9.e+-]+)s ago")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
@@ -95,7 +94,6 @@ class Membership:
         was_silent: Whether the others had reason to take it for dead since it last met
             them. Then it must meet them again: what they had begun to sum before they
             went on without it may still end.
-        has_lost: Whether a member of the generation is not heard of any more.
         generation: The last one that it was in; None before the first.
         settings: What members must have in common, as plain values by name.
         is_behind: Whether a checkpoint is newer than this member's state.
@@ -111,13 +109,14 @@ class Membership:
         self.id = _new_id()
         self.generation: Generation | None = None
         self._quorum = self._last_quorum = 0  # numbers of the last two
-        # The last one: for a generation.
-        self.has_lost = self.was_silent = self._is_asking = False
+        self._lost: Generation | None = None  # in which one was lost
+        self.was_silent = self._is_asking = False  # for a generation
+        self._has_joined = True  # the others of the generation, in a collective
         self.settings: Mapping[str, Any] = {}
         self.is_behind: Callable[[], bool] = bool
         # Ids of who has left or was refused, and what the watch has seen last.
         self._ignored: set[str] = {self.id}
-        self._seen: dict[str, float] = {}
+        self._page, self._seen = "", dict[str, float]()
         # Members that have hung, perhaps: to be told only if they were silent, too.
         self._left_out: set[str] = set()
         # After members that have joined and gone nobody joins for a while.
@@ -172,7 +171,8 @@ class Membership:
             self._thread.start()
         self._note_silence(self._heard_at)
         self._is_asking = True
-        self._store.delete_key(_HANGS)
+        if self.was_silent or self.has_lost or not self._has_joined:
+            self._tell(_MEETS)  # for which others may wait in a collective
         # The lighthouse answers without one that hangs after this patience, no sooner.
         tells_at, num_alone = time.monotonic() + self._patience, 0
         superseded: Superseded | None = None
@@ -210,7 +210,7 @@ class Membership:
         for member in going.keys() - self._ignored:
             logger.warning(f"{offers[member].name} {going[member]}")
         self._ignored |= {*going}
-        self.has_lost = self.was_silent = self._is_asking = False
+        self.was_silent = self._is_asking = self._has_joined = False
         if last := self.generation:
             self._note_joiners(last, found, mark)
             if tells_at - time.monotonic() < self._patience / 2:  # else silent ones
@@ -248,7 +248,7 @@ class Membership:
 
     def note_together(self) -> None:
         """Notes that a collective has ended, as it may without a lighthouse."""
-        self._heard_at = time.monotonic()
+        self._heard_at, self._has_joined = time.monotonic(), True
 
     def _note_silence(self, since: float) -> None:
         """Notes it if the others had reason to take this member for dead."""
@@ -292,7 +292,7 @@ class Membership:
                         f"{2 * self._patience:g} s: {error}"
                     ) from error
                 logger.warning(f"waits for all that the lighthouse hears of: {error}")
-                self._quieten_others()
+                self._tell(_HANGS)  # else half of those that it hears of are too few
                 time.sleep(self._heartbeat_seconds)
                 continue
             self._quorum = quorum.quorum_id
@@ -308,16 +308,17 @@ class Membership:
             self.leave()
             raise Stopped(*request)
 
-    def _quieten_others(self) -> None:
-        """Tells members that do not come to stop their heartbeats.
-
-        The lighthouse makes no quorum of half of those that it hears of.
-        """
+    def _tell(self, what: str) -> None:
+        """Tells the others of the generation, once."""
         last = self.generation
-        for member, offer in zip(last.members, last.offers) if last else ():
-            if member != self.id:
-                with contextlib.suppress(RuntimeError):  # it has died
-                    store_at(offer.store, _STORE_SECONDS).set(_HANGS, self.id)
+        if last and len(last.members) > 1 and not self._is_told(what):
+            with contextlib.suppress(RuntimeError):  # there is no lighthouse
+                name = f"{what}-{last.lineage}"
+                self._client.heartbeat(name, timedelta(seconds=1))
+
+    def _is_told(self, what: str) -> bool:
+        last = self.generation
+        return last is not None and f"{what}-{last.lineage}" in self._page
 
     def leave(self) -> None:
         """Stops heartbeats: the others need not wait for this member any more."""
@@ -330,6 +331,11 @@ class Membership:
             self._thread.join(_END_SECONDS)
 
     # --- what the watch knows -------------------------------------------------------
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a member of the generation is not heard of, or another one meets."""
+        return self._lost is not None and self._lost is self.generation
 
     @property
     def someone_waits(self) -> bool:
@@ -348,7 +354,7 @@ class Membership:
         told_at = float("inf")  # by the last heartbeat, unless one failed since
         while not self._leaving.wait(pause):
             began = time.monotonic()
-            if not self._is_asking and self._store.check([_HANGS]):
+            if not self._is_asking and self._is_told(_HANGS):
                 self.was_silent = True  # and it stays so until it asks, too
                 continue
             try:
@@ -357,17 +363,19 @@ class Membership:
                 self._note_silence(min(told_at, self._heard_at))
                 told_at = began
                 with urllib.request.urlopen(f"{self._address}/status", timeout=1) as it:
-                    page = re.sub(r"<[^>]*>", "", it.read().decode())
+                    self._page = re.sub(r"<[^>]*>", "", it.read().decode())
             except (RuntimeError, OSError):
                 # Training goes on until somebody dies.
                 self._seen, told_at = {}, float("inf")
                 continue
-            self._seen = {m: float(age) for m, age in _SEEN.findall(page)}
-            members = self.generation.members if self.generation else ()
+            self._seen = {m: float(age) for m, age in _SEEN.findall(self._page)}
             limit = self._heartbeat_seconds
             self._left_out -= {m for m, age in self._seen.items() if age >= limit}
             # A lighthouse that has just started does not know who it will hear of.
-            self.has_lost = any(self._seen.get(m, 0) >= limit for m in members)
+            last = self.generation
+            members = last.members if last else ()
+            is_lost = any(self._seen.get(m, 0) >= limit for m in members)
+            self._lost = last if is_lost or self._is_told(_MEETS) else None
 
 
 def in_thread(make: Callable[[], Any], look: Callable[[], Any]) -> Any:

@@ -3,7 +3,9 @@
 import contextlib
 import errno
 import importlib.util
+import itertools
 import json
+import math
 import os
 import random
 import re
@@ -34,6 +36,7 @@ from variable_batch_size.live.exact import ExactModel
 from variable_batch_size.step.scaling import Scaling
 from xla_replica.members import member_replica, state_pieces
 from xla_replica.members.member_replica import MemberReplica
+from xla_replica.members.membership import Membership
 from xla_replica.starting import child_process
 
 # What a member can be at when it dies, and the function that it is then in.
@@ -203,6 +206,18 @@ class Hang(NamedTuple):
             return inner(module, inputs)
 
         nn.Sequential.forward = forward
+
+
+class Silence:
+    """A member alone believes after every seventh heartbeat that it was silent."""
+
+    def arm(self, folder: Path) -> None:
+        inner, turns = Membership._note_silence, itertools.cycle(range(7))
+
+        def note(membership: Membership, since: float) -> None:
+            inner(membership, since if next(turns) else -math.inf)
+
+        Membership._note_silence = note
 
 
 class Flip(NamedTuple):

@@ -141,6 +141,15 @@ def test_the_others_go_on_without_one_that_hangs(num_members, tmp_path):
         assert [each.exitcode for each in others] == [0] * len(others), job.log()
 
 
+def test_who_believes_that_it_was_silent_meets_the_others_who_do_not_at_once(tmp_path):
+    """They waited in a collective for it, and it for them, until patience ended."""
+    with live(tmp_path, *words(seconds=0.02), seconds=1.0, patience=15.0) as job:
+        members = [job.start(jobs.Silence()), job.start(), job.start()]
+        job.wait(lambda: job.num_ready() == 3 and "generation 8: 3" in job.log())
+        assert ends(job) == [0] * len(members), job.log()
+        assert "waits for all" not in job.log()
+
+
 def test_members_that_are_paused_and_go_on_one_after_another_all_end_well(tmp_path):
     with live(tmp_path, *words(), seconds=1.0) as job:
         members = started(job, 3)

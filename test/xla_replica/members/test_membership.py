@@ -50,6 +50,26 @@ def test_a_member_that_was_stopped_knows_it_whatever_has_been_summed(monkeypatch
 
 
 @needs_lighthouse
+@pytest.mark.parametrize("was_silent", [True, False])
+def test_who_was_silent_or_has_not_joined_tells_the_others_to_meet(was_silent):
+    options = LiveOptions(heartbeat_seconds=0.5, min_members=2)
+    with lighthouse(heartbeat_seconds=0.5) as address, ThreadPool(2) as pool:
+        one, other = members = [Membership(address, options) for _ in range(2)]
+        for has_met in (False, True):
+            meets = pool.apply_async(one.agree, [(1, 0, 0) if has_met else ()])
+            while has_met and not other.has_lost:
+                time.sleep(0.01)
+            assert len(other.agree((1, 0, 0)).members) == len(meets.get().members) == 2
+            assert not other.has_lost
+            other.note_together()
+            if was_silent:
+                one.note_together()
+                one.was_silent = True
+        for member in members:
+            member.leave()
+
+
+@needs_lighthouse
 @of_torch_alone
 def test_after_who_has_joined_and_gone_others_wait_twice_as_long():
     seconds = []
