@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 19_702
-TEST_LINES = 32_159
+CODE = 19_731
+TEST_LINES = 32_184
 
 
 def test_lines_are_counted():

@@ -22,6 +22,9 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultReduceScatter,
+)
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing import assert_close
 
@@ -301,15 +304,18 @@ def misuses(rank: int) -> bool:
         ends.append(whole(model.parameters()))
     assert all(map(torch.equal, ends[0], ends[2]))
     # What exact sums of shards refuse.
-    for dtypes, num_parameters, num_passes, message in (
-        ((None, None), 2, 1, "FSDP2 sums gradients in torch.float32, which rounds"),
-        ((torch.float16, torch.float64), 2, 1, "is float16, which cannot hold"),
-        ((None, torch.float64), 2, 2, "was accumulated twice in a minibatch"),
-        ((None, torch.float64), 1, 1, "give all of them to one optimizer"),
+    for dtype, num_parameters, num_passes, scatters_integers, message in (
+        (None, 2, 1, False, "FSDP2 sums gradients in torch.float32, which rounds"),
+        (torch.float16, 2, 1, True, "is float16, which cannot hold"),
+        (None, 2, 2, True, "was accumulated twice in a minibatch"),
+        (None, 1, 1, True, "give all of them to one optimizer"),
     ):
-        model = linear(*dtypes)
-        optimizer = wrapped([*model.parameters()][:num_parameters], exact=model)
+        model = linear(dtype)
+        own = [*model.parameters()][:num_parameters]
+        optimizer = wrapped(own, exact=model)
         next(iter(optimizer.sampler))
+        if not scatters_integers:
+            model.set_custom_reduce_scatter(DefaultReduceScatter())
         with refused(message):
             for _ in range(num_passes):
                 backward(model)

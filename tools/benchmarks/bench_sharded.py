@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from tqdm.auto import tqdm
 
@@ -70,14 +70,11 @@ NUM_PROFILED = 3  # updates
 Found = dict[str, Any]  # what a process finds
 
 
-def shard(
-    reduce_dtype: torch.dtype | None, shape: tuple[int, ...], model: nn.Module
-) -> None:
+def shard(shape: tuple[int, ...], model: nn.Module) -> None:
     """Shards blocks or layers, and the rest of the model, over a mesh of processes."""
-    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    how: dict[str, Any] = {"mesh": mesh}
     for module in model.modules():
         if isinstance(module, Attention):
             fully_shard(module, **how)
@@ -125,9 +122,8 @@ def train(
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     keep_freed_pages()
     memory, is_exact = Recording(), "exact" in pair
-    dtype = torch.float64 if is_exact else None
     shape = (2, 1) if pair == "HSDP" else (torch.distributed.get_world_size(),)
-    loop = Loop(name, None if pair == "DDP" else partial(shard, dtype, shape))
+    loop = Loop(name, None if pair == "DDP" else partial(shard, shape))
     model: Any = loop.model
     turns = partial(Turns, Path(folder), number, num_updates, num_pairs=2)
     if pair in ("FSDP2", "DDP", "HSDP", "torchft"):

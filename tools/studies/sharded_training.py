@@ -55,7 +55,7 @@ def shard(model: GPT, is_float: bool) -> None:
     """Shards a model over the processes of its member, which may be one."""
     policy = MixedPrecisionPolicy()
     if not is_float:
-        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float64)
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model.blocks, model):
         fully_shard(module, mp_policy=policy)
 

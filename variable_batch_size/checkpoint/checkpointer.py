@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -233,8 +234,9 @@ class Checkpointer:
                 whole = replica.to_host(state) | {"digests": digests}
                 path = self._write(number, whole, is_best)
         if path is not None:
-            size, seconds = path.stat().st_size / 1e6, time.perf_counter() - since
-            logger.info(f"saved {path}: {size:.1f} MB in {seconds:.2f} s")
+            with contextlib.suppress(FileNotFoundError):  # others may be far ahead
+                size, seconds = path.stat().st_size / 1e6, time.perf_counter() - since
+                logger.info(f"saved {path}: {size:.1f} MB in {seconds:.2f} s")
         self._times.saved(number)
         # On XLA every program that runs advances them, also the one that saves.
         replica.set_rng_state(random_numbers)

@@ -6,6 +6,7 @@ parameters that FSDP2 shards as parts, where FSDP2 sums floats.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from xla_replica.backends.gradient_sum import GradientSum, Pass
 from xla_replica.backends.overlapped_sum import BucketedSum, bucketed
-from xla_replica.backends.sharded_sum import ShardedSum
+from xla_replica.backends.sharded_sum import ShardedSum, groups_of
 from xla_replica.common.trees import Tensors
 from xla_replica.device.gradients import weak_hook
 from xla_replica.device.row_units import RowTotal, RowUnits, num_rows
@@ -205,12 +206,45 @@ class ExactSum(BucketedSum):
         self._zero()
 
 
+class IntegerScatter:
+    """Scatters sums of integers for a `ShardedExactSum`, as long as that lives.
+
+    FSDP2 copies gradients to the first memory that it asks for, and takes their sum
+    from the second.
+
+    Args:
+        sums: The sum, whose gradients have the values of integers.
+        inner: What FSDP2 would scatter with.
+    """
+
+    def __init__(self, sums: ShardedExactSum, inner: Any) -> None:
+        self._sums = weakref.ref(sums)
+        self._inner = inner._inner if isinstance(inner, IntegerScatter) else inner
+        self._is_second = False
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, **more: Any) -> Any:
+        """Returns memory of floats and of integers, by turns."""
+        if sums := self._sums():
+            dtype = sums.dtype if self._is_second else torch.float32
+            self._is_second = not self._is_second
+        return self._inner.allocate(size, dtype=dtype, **more)
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, *more: Any, **of: Any
+    ) -> Any:
+        dtype = output_tensor.dtype
+        if dtype == torch.int32:  # in its place
+            input_tensor = input_tensor.view(dtype).copy_(input_tensor)
+        return self._inner(output_tensor, input_tensor.to(dtype), *more, **of)
+
+
 class ShardedExactSum(ShardedSum):
     """Adds gradients of which FSDP2 scatters the sums, as integers.
 
     A whole gradient is rounded to multiples of its rows' units before FSDP2 scatters
-    it, which adds them in float64, and so without rounding. A replica adds its part of
-    that to int32, or int64 where a step has many minibatches; members sum these.
+    it, which adds integers, or float64 where it keeps sums of several minibatches, and
+    so without rounding. A replica adds its part to int32, or int64 where
+    a step has many minibatches; members sum these.
     ``.grad`` is None but in a backward pass and, as the mean, in the update. A mean of
     float32 has the memory of its int32, in a backward pass too.
 
@@ -234,8 +268,16 @@ class ShardedExactSum(ShardedSum):
 
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
         super().hold(parameters)
+        # Over a mesh of copies of shards FSDP2 does, too.
+        keeps_sums = self.is_whole or any(
+            p.device_mesh.ndim > 1 for p in self._sharded()
+        )
         for unit in self._units:
             unit.set_all_reduce_hook(weak_hook(self._receive))
+            if not keeps_sums:
+                for group in groups_of(unit):  # no public function keeps what it has
+                    scatter = IntegerScatter(self, group._reduce_scatter_comm)
+                    group._reduce_scatter_comm = scatter
         for parameter, place in zip(parameters, self._places):
             place.rounding = weak_hook(self._round, self._names[parameter])
 
@@ -261,12 +303,18 @@ class ShardedExactSum(ShardedSum):
         self._rounded.add(name)
         return self._row_units.rounded(name, gradient)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The integers of sums."""
+        return torch.int64 if self._row_units.is_wide else torch.int32
+
     def _receive(self, flat: torch.Tensor) -> None:
         """Takes what FSDP2 has summed for a module, before it becomes ``.grad``."""
-        if flat.dtype != torch.float64:
+        if flat.dtype not in (self.dtype, torch.float64):
             raise TypeError(
-                f"exact=: FSDP2 sums gradients in {flat.dtype}, which rounds: pass "
-                "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64) to "
+                f"exact=: FSDP2 sums gradients in {flat.dtype}, which rounds: with "
+                "copies of shards, shard_gradients=False or a custom reduce-scatter "
+                "pass mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64) to "
                 "fully_shard"
             )
         self._check_added(not self._rest.numel())
@@ -291,8 +339,7 @@ class ShardedExactSum(ShardedSum):
         super().note(parameter)
 
     def _add(self, parameter: nn.Parameter, multiples: torch.Tensor) -> None:
-        total = self._part(parameter)
-        total.add_(multiples.to(total.dtype))
+        self._part(parameter).add_(multiples.to(self.dtype))
 
     def _part(self, parameter: nn.Parameter) -> torch.Tensor:
         if parameter not in self._totals:
@@ -306,11 +353,10 @@ class ShardedExactSum(ShardedSum):
         """Returns the totals of a module's parameters, or of a whole one."""
         if own[0] not in self._flats:
             sizes = [local(parameter).numel() for parameter in own]
-            dtype = torch.int64 if self._row_units.is_wide else torch.int32
-            flat = local(own[0]).new_zeros(sum(sizes), dtype=dtype)
+            flat = local(own[0]).new_zeros(sum(sizes), dtype=self.dtype)
             self._flats[own[0]] = flat
             self._totals.update(zip(own, flat.split(sizes)))
-            if is_sharded(own[0]) and own[0].element_size() == dtype.itemsize:
+            if is_sharded(own[0]) and own[0].element_size() == self.dtype.itemsize:
                 use_memory([self.gradients[p] for p in own], flat.view(own[0].dtype))
         return self._flats[own[0]]
 

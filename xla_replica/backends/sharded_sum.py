@@ -125,7 +125,7 @@ class ShardedParameters:
         wanted = {id(p) for p in new if is_sharded(p)}
         for unit in living(FSDPModule):
             own = []
-            for each in (p for group in _groups(unit) for p in group.fsdp_params):
+            for each in (p for group in groups_of(unit) for p in group.fsdp_params):
                 if id(parameter := each.sharded_param) in wanted:
                     place = GradientPlace(parameter, weakref.ref(unit))
                     self.places[parameter] = place
@@ -361,7 +361,7 @@ def _forget_accumulated(unit: Any) -> None:
     That is in another dtype than the gradients', or what copies were yet to sum. After
     a whole step there is nothing. No public function does it.
     """
-    for group in _groups(unit):
+    for group in groups_of(unit):
         group._partial_reduce_output = None
         getattr(group, "_partial_reduce_output_layout", {}).clear()
         for parameter in group.fsdp_params:
@@ -369,7 +369,7 @@ def _forget_accumulated(unit: Any) -> None:
                 parameter.unsharded_accumulated_grad = None
 
 
-def _groups(unit: Any) -> list[Any]:
+def groups_of(unit: Any) -> list[Any]:
     """Returns FSDP2's own records of the parameters that it gathers when a unit runs.
 
     Each has ``fsdp_params``. No public function tells.

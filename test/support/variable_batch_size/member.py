@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
@@ -122,9 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         nn.Linear(128, 2),
     ).to(replica.device)  # fmt: skip
     if options.shards and torch.distributed.is_initialized():
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
         for module in (model[5], model):
-            fully_shard(module, mp_policy=policy)
+            fully_shard(module)
     grab = orders and GraBSampler(
         data, dict(model.named_parameters()), fidelity=options.kind,
         scheme="gather", exact=True, projection_size=None if is_group else 24,

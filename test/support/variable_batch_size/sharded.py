@@ -51,7 +51,8 @@ class Model(nn.Module):
             return
         names = ("copies", "shards")[-len(shape) :]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        reduce_dtype = torch.float64 if run.exact else None
+        keeps_sums = run.exact and (len(shape) > 1 or run.options)
+        reduce_dtype = torch.float64 if keeps_sums else None
         policy = MixedPrecisionPolicy(run.computes_in, reduce_dtype)
         for module in (self.body[2], self.body if run.has_whole_part else self):
             fully_shard(module, mesh=mesh, mp_policy=policy)

@@ -1,9 +1,11 @@
 """Members join, leave, stop and are refused amid a run; what is told of that."""
 
+import contextlib
 import json
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,23 @@ def test_a_member_that_finds_newer_checkpoints_meets_the_others(kind, tmp_path):
     error = InterruptedError if kind is Member else RuntimeError
     with pytest.raises(error, match=r"others are met|has 5 updates, and this run 0"):
         checkpointer.save()
+
+
+def test_who_was_paused_after_a_save_may_find_that_others_have_deleted_it(
+    tmp_path, monkeypatch
+):
+    @contextlib.contextmanager
+    def writing(replica: xla_replica.LocalReplica, what: str) -> Iterator[None]:
+        yield
+        [path] = tmp_path.glob("update-*.pt")
+        path.unlink()
+
+    monkeypatch.setattr(xla_replica.LocalReplica, "writing", writing)
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler_of(), 32)
+    checkpointer = vbs.Checkpointer(tmp_path, optimizer, stop_on=(), model=model)
+    assert not checkpointer.save().exists()
 
 
 def lose_a_slice(folder: Path, kind: Any, sizes: tuple[int, int, int], **variables):
