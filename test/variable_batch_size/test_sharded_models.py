@@ -189,6 +189,7 @@ def jumps(rank: int) -> tuple[str, set[int]]:
 
     Returns a hash of the weights, and which steps were run again.
     """
+    torch.set_num_threads(1)  # as children have
     options = {"reduction": "sum", "max_grad_norm": 1.0}
     own = exact.Run(language_model, exact.adamw, "root", options, True, zero_step=None)
     training = exact.Training(own).finish()
