@@ -243,8 +243,8 @@ class ShardedExactSum(ShardedSum):
 
     A whole gradient is rounded to multiples of its rows' units before FSDP2 scatters
     it, which adds integers, or float64 where it keeps sums of several minibatches, and
-    so without rounding. A replica adds its part to int32, or int64 where
-    a step has many minibatches; members sum these.
+    so without rounding. A replica adds its part to int32, or int64 where a step has
+    many minibatches; members sum these.
     ``.grad`` is None but in a backward pass and, as the mean, in the update. A mean of
     float32 has the memory of its int32, in a backward pass too.
 
@@ -268,7 +268,7 @@ class ShardedExactSum(ShardedSum):
 
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
         super().hold(parameters)
-        # Over a mesh of copies of shards FSDP2 does, too.
+        # FSDP2 keeps those of whole gradients, and over a mesh of copies of shards.
         keeps_sums = self.is_whole or any(
             p.device_mesh.ndim > 1 for p in self._sharded()
         )

@@ -172,7 +172,7 @@ class Membership:
         self._note_silence(self._heard_at)
         self._is_asking = True
         if self.was_silent or self.has_lost or not self._has_joined:
-            self._tell(_MEETS)  # for which others may wait in a collective
+            self._tell(_MEETS)  # the others may wait for this one in a collective
         # The lighthouse answers without one that hangs after this patience, no sooner.
         tells_at, num_alone = time.monotonic() + self._patience, 0
         superseded: Superseded | None = None
@@ -312,7 +312,7 @@ class Membership:
         """Tells the others of the generation, once."""
         last = self.generation
         if last and len(last.members) > 1 and not self._is_told(what):
-            with contextlib.suppress(RuntimeError):  # there is no lighthouse
+            with contextlib.suppress(RuntimeError):  # the lighthouse does not answer
                 name = f"{what}-{last.lineage}"
                 self._client.heartbeat(name, timedelta(seconds=1))
 
