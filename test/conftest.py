@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,6 +78,9 @@ RUN_ONCE = {Path(__file__).parent / name for name in (
     "grab_xla/test_grab_sampler_parity.py",
 )}  # fmt: skip
 RUN_TWICE = ("test_migration",)
+
+# A shell ignores Ctrl-C for what it runs in the background; tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A loaded machine now and then takes more than the default 200 ms for an example.
 hypothesis.settings.register_profile("loaded", deadline=None)

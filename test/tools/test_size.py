@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 19_731
-TEST_LINES = 32_185
+TEST_LINES = 32_189
 
 
 def test_lines_are_counted():
