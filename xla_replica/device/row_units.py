@@ -18,7 +18,7 @@ A few numbers, whose size nothing tells, are digits in base 2^16 instead (`Small
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,7 +63,8 @@ class RowUnits:
     """
 
     def __init__(self, replica: Replica) -> None:
-        self.replica, self.is_lazy = replica, replica.is_lazy
+        self.replica = replica
+        self.is_lazy, self.is_host = replica.is_lazy, replica.is_host
         self.rows: dict[str, slice] = {}
         self.is_wide = self.stays_wide = False
         # As `seen`, of this minibatch alone; on a lazy device.
@@ -86,6 +87,8 @@ class RowUnits:
         owner = owner.repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
         self._sizes, self._owner = sizes, self.replica.send(owner)
         self.seen = torch.zeros(end).to(self.replica.device)
+        if not self.is_lazy:
+            self.up = torch.ones_like(self.seen).unsqueeze(1)
         self.load_state_dict({**self._saved, **saved})
 
     def begin(self, num_minibatches: int) -> None:
@@ -99,7 +102,7 @@ class RowUnits:
             numbers = 2.0 ** (more - growth), 2.0 ** (LEAST_BITS + growth)
             self._scale, self._limit = map(self.replica.scalar, numbers)
         if not self.is_lazy:
-            self.up = self._base * self._scale
+            torch.mul(self._base, self._scale, out=self.up)
 
     def up_of(self, rows: slice) -> torch.Tensor:
         """Returns ``(r, 1)``: what some rows are multiplied by."""
@@ -114,21 +117,25 @@ class RowUnits:
         result = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         if value.numel():
             value = value.detach().float().reshape(num_rows(value), -1)
-            pieces = self.scaled(self.rows[name], value, result.view(value.shape))
-            for multiples, scaled in pieces:
+            pieces = self.targets(self.rows[name], result.view(value.shape))
+            for multiples, scaled in self.scaled(value, pieces):
                 multiples.copy_(scaled)
         return result
 
+    def targets(self, rows: slice, target: torch.Tensor) -> list[Tensors]:
+        """Returns a target by some rows each, with their units and largest numbers."""
+        return [*self.pieces(target, self.up[rows], self.seen[rows])]
+
     def scaled(
-        self, rows: slice, value: torch.Tensor, target: torch.Tensor
+        self, value: torch.Tensor, targets: list[Tensors]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields parts of the target, and of the value in multiples of rows' units.
+        """Yields targets, and those rows of a value in multiples of their units.
 
         Takes in its largest numbers.
         """
-        parts = self.pieces(value, target, self.up[rows], self.seen[rows])
-        for part, into, up, seen in parts:
-            if self.replica.is_host:  # where the norm is slow
+        parts = value.split(len(targets[0][0])) if len(targets) > 1 else [value]
+        for part, (into, up, seen) in zip(parts, targets):
+            if self.is_host:  # where the norm is slow
                 scaled = part.abs()
                 largest = scaled.amax(1)
             else:
@@ -136,14 +143,13 @@ class RowUnits:
             torch.maximum(seen, largest, out=seen)
             yield into, torch.mul(part, up, out=scaled).round_()
 
-    def pieces(self, *by_row: torch.Tensor) -> Iterator[Tensors]:
-        """Yields tensors by some rows each, of the first what a CPU's caches hold."""
+    def pieces(self, *by_row: torch.Tensor) -> Iterable[Tensors]:
+        """Returns tensors by some rows each, of the first what a CPU's caches hold."""
         first = by_row[0]
-        if not self.replica.is_host or first.numel() <= _CACHED:
-            yield by_row
-            return
+        if not self.is_host or first.numel() <= _CACHED:
+            return [by_row]
         num_rows = max(1, _CACHED // first.shape[1])
-        yield from zip(*(each.split(num_rows) for each in by_row))
+        return zip(*(each.split(num_rows) for each in by_row))
 
     def end_minibatch(self) -> None:
         """Takes in, on a lazy device, the largest numbers of a minibatch."""
@@ -211,7 +217,9 @@ class RowUnits:
 
     def drop_step(self) -> None:
         """Forgets the largest numbers of the step."""
-        self.found, self.seen = {}, torch.zeros_like(self.seen)
+        self.found = {}
+        # In its memory, unless a lazy device would have to keep what it was.
+        self.seen = torch.zeros_like(self.seen) if self.is_lazy else self.seen.zero_()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the peaks of every tensor's rows, by its name."""
@@ -253,11 +261,13 @@ class RowTotal:
     def __init__(self, units: RowUnits, name: str, low: torch.Tensor) -> None:
         self._units, self._name, self._rows = units, name, units.rows[name]
         self._low, self.is_stale = low, False
+        self._targets = list[Tensors](), low  # with the units that they are of
         self._high: torch.Tensor | None = None  # what it carries in a step that is wide
 
     def use(self, memory: torch.Tensor) -> None:
         """Makes ``(n,)`` int32 the memory of the sum."""
         self._low = memory.view(self._low.shape)
+        self._targets = [], self._low
 
     @property
     def parts(self) -> list[torch.Tensor]:
@@ -301,7 +311,9 @@ class RowTotal:
         is_stale, self.is_stale = self.is_stale, False
         if is_stale and units.is_wide:
             self.parts[1].zero_()
-        for total, scaled in units.scaled(self._rows, value, self._low):
+        if self._targets[1] is not units.up:  # or another memory
+            self._targets = units.targets(self._rows, self._low), units.up
+        for total, scaled in units.scaled(value, self._targets[0]):
             if is_stale:
                 total.copy_(scaled)
             else:
@@ -324,7 +336,7 @@ class RowTotal:
         parts = self._units.pieces(low, result.view(low.shape), by_row)
         for part, mean, divisor in parts:
             # To divide integers takes a CPU twice as long as to convert them first.
-            part = part.float() if self._units.replica.is_host else part
+            part = part.float() if self._units.is_host else part
             torch.div(part, divisor, out=mean)
         return result
 
