@@ -38,7 +38,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 19_740
+CODE = 19_741
 TEST_LINES = 32_189
 
 

@@ -4,8 +4,8 @@ Both train the same model with SGD and momentum on processes of one thread each.
 sums gradients while the backward pass still computes others, in buckets of which
 gradients are views, and skips the sum in all minibatches of a step but the last. So
 does FSDP2; beside it the elastic wrapper trains a model that is sharded alike. A
-machine's speed drifts, so a few elastic steps are timed between as many of two models
-under DDP, and divided by their mean; how these two differ says what a ratio is worth.
+machine's speed drifts, so a few elastic steps are timed between as many of two other
+models, and divided by their mean; how these two differ says what a ratio is worth.
 The result is the median of several launches, since where a launch has its memory
 decides about several percent. malloc keeps what is freed: else some launches give the
 memory of gradients back, and every step faults it in again.

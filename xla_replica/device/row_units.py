@@ -261,13 +261,15 @@ class RowTotal:
     def __init__(self, units: RowUnits, name: str, low: torch.Tensor) -> None:
         self._units, self._name, self._rows = units, name, units.rows[name]
         self._low, self.is_stale = low, False
-        self._targets = list[Tensors](), low  # with the units that they are of
+        # What is added to, by some rows each, and the units that these have.
+        self._targets = list[Tensors]()
+        self._up: torch.Tensor | None = None
         self._high: torch.Tensor | None = None  # what it carries in a step that is wide
 
     def use(self, memory: torch.Tensor) -> None:
         """Makes ``(n,)`` int32 the memory of the sum."""
         self._low = memory.view(self._low.shape)
-        self._targets = [], self._low
+        self._up = None
 
     @property
     def parts(self) -> list[torch.Tensor]:
@@ -311,9 +313,9 @@ class RowTotal:
         is_stale, self.is_stale = self.is_stale, False
         if is_stale and units.is_wide:
             self.parts[1].zero_()
-        if self._targets[1] is not units.up:  # or another memory
-            self._targets = units.targets(self._rows, self._low), units.up
-        for total, scaled in units.scaled(value, self._targets[0]):
+        if self._up is not units.up:
+            self._targets, self._up = units.targets(self._rows, self._low), units.up
+        for total, scaled in units.scaled(value, self._targets):
             if is_stale:
                 total.copy_(scaled)
             else:
